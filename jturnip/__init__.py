@@ -1,0 +1,21 @@
+"""jturnip: run any JAX function in a byte budget, with CPU RAM as the overflow."""
+
+from jturnip.api import Wrapped as Wrapped, jit as jit
+from jturnip.errors import (
+    ArgumentError as ArgumentError,
+    BudgetError as BudgetError,
+    DoesNotFit as DoesNotFit,
+    ExecutionError as ExecutionError,
+    HostMemoryError as HostMemoryError,
+    InternalError as InternalError,
+    JTurnipError as JTurnipError,
+    PlanningError as PlanningError,
+    UnsupportedError as UnsupportedError,
+)
+from jturnip.graph.plan import Plan as Plan
+from jturnip.placement import host as host
+from jturnip.runtime.link import SimulatedLink as SimulatedLink
+from jturnip.runtime.report import RunReport as RunReport
+
+
+__version__ = "0.1.0"

@@ -1,0 +1,6 @@
+"""`python -m jturnip`: the `jturnip` command."""
+
+from jturnip.cli import run
+
+
+run()

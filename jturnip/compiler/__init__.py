@@ -1,0 +1,1 @@
+"""Tasks to XLA executables."""

@@ -1,0 +1,332 @@
+"""Tasks to XLA executables: one for each distinct task, compiled in parallel.
+
+Two tasks share an executable when they are the same up to the names of their variables. An
+executable takes device arrays and gives device arrays; nothing in it moves data between
+memories. Where completion marks are there, it takes one more argument, a mark's slot, and
+gives one more result, which is written when its work is over.
+"""
+
+import concurrent.futures
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jturnip.errors import PlanningError
+from jturnip.frontend import costs
+from jturnip.frontend.jaxpr import Constant, FlatJaxpr
+from jturnip.frontend.partition import Group
+from jturnip.native import marks
+from jturnip.native.queue import make_queue
+
+
+@dataclass(slots=True)
+class Executable:
+    """A compiled task. All fields but `seconds` never change."""
+
+    # Called with device arrays, in the order of the task's inputs (then the mark's slot).
+    call: Callable[..., Sequence[jax.Array]]
+    marked: bool
+    workspace: int
+    flops: float
+    bytes_accessed: float
+    # What its arguments look like, to try it out.
+    arguments: tuple[jax.ShapeDtypeStruct, ...]
+    # Whether it may be run on zeros: no loop that might not end, no call out of XLA, no
+    # random keys to make up.
+    may_be_tried: bool
+    # Time of one call as measured, or None.
+    seconds: float | None = field(default=None)
+
+
+# Least recently used last; shared by all functions of the process.
+_CACHE: OrderedDict[Hashable, Executable] = OrderedDict()
+_CACHE_SIZE = 4096
+_LOCK = threading.Lock()
+# Slots of a context that are not settings but how it applies them.
+_CONTEXT_MACHINERY = frozenset(("configs", "manager", "_managers", "__weakref__"))
+_NOT_TRIED = frozenset(("while", "pure_callback", "io_callback", "ffi_call", "pallas_call"))
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """The executables of some groups."""
+
+    # Distinct executables, and for each group the index of its own.
+    executables: tuple[Executable, ...]
+    of_group: tuple[int, ...]
+    # How many of the distinct ones were compiled just now, and how many were there.
+    compiled: int
+    reused: int
+
+
+def compile_groups(
+    flat: FlatJaxpr, groups: Sequence[Group], device: jax.Device | None, context: Hashable
+) -> Compiled:
+    """Compiles the distinct tasks among `groups`.
+
+    Args:
+      flat: the function the groups are cut from.
+      groups: the tasks.
+      device: where they will run; None for JAX's default device.
+      context: what else decides how a function traces (`compat.trace_context`).
+
+    Raises:
+      PlanningError: XLA refuses a task; the cause is attached.
+    """
+    marked = marks.load()
+    indices: dict[Hashable, int] = {}
+    of_group = []
+    futures: list[concurrent.futures.Future[Executable] | Executable] = []
+    compiled = 0
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        for group in groups:
+            key = (group_key(flat, group), device, context, marked)
+            if key not in indices:
+                indices[key] = len(futures)
+                with _LOCK:
+                    known = _CACHE.get(key)
+                    if known is not None:
+                        _CACHE.move_to_end(key)
+                if known is None:
+                    compiled += 1
+                    lowered = _lower(flat, group, device, marked)
+                    futures.append(pool.submit(_compile, flat, group, lowered, marked))
+                else:
+                    futures.append(known)
+            of_group.append(indices[key])
+        executables = []
+        for known in futures:
+            is_new = isinstance(known, concurrent.futures.Future)
+            executables.append(known.result() if is_new else known)
+    with _LOCK:
+        for key, index in indices.items():
+            _CACHE[key] = executables[index]
+        while len(_CACHE) > _CACHE_SIZE:
+            _CACHE.popitem(last=False)
+    return Compiled(
+        tuple(executables), tuple(of_group), compiled, len(executables) - compiled
+    )
+
+
+def clear_cache() -> None:
+    """Forgets every executable."""
+    with _LOCK:
+        _CACHE.clear()
+
+
+def _lower(flat: FlatJaxpr, group: Group, device: jax.Device | None, marked: bool) -> Any:
+    """Lowers in the caller's thread, whose JAX configuration counts."""
+    sharding = None if device is None else jax.sharding.SingleDeviceSharding(device)
+    structs = [flat.types[v].struct(sharding) for v in group.inputs]
+    if marked:
+        structs.append(jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding))
+    function = _as_function(flat, group, marked)
+    try:
+        return jax.jit(function, keep_unused=True).lower(*structs)
+    except Exception as error:
+        raise PlanningError(f"task {function.__name__} cannot be lowered: {error}") from error
+
+
+def _as_function(flat: FlatJaxpr, group: Group, marked: bool) -> Callable[..., Any]:
+    def task(*arguments: Any) -> list[Any]:
+        values: dict[int, Any] = dict(zip(group.inputs, arguments, strict=False))
+        for e in group.equations:
+            equation = flat.equations[e]
+            operands = [
+                v.value if isinstance(v, Constant) else values[v] for v in equation.inputs
+            ]
+            values.update(zip(equation.outputs, equation.bind(operands), strict=True))
+        results = [values[v] for v in group.outputs]
+        if marked:
+            results.append(_mark(flat, group, results, arguments[-1]))
+        return results
+
+    task.__name__ = f"jturnip_{lead(flat, group)}"
+    return task
+
+
+def lead(flat: FlatJaxpr, group: Group) -> str:
+    """The name of the primitive that a group is there for."""
+    return flat.equations[lead_equation(flat, group)].name
+
+
+def lead_equation(flat: FlatJaxpr, group: Group) -> int:
+    """The equation that does most of the work."""
+    return max(group.equations, key=lambda e: costs.flops(flat.equations[e], flat))
+
+
+def _mark(flat: FlatJaxpr, group: Group, results: Sequence[Any], slot: Any) -> Any:
+    """A mark that fires after the largest result is written."""
+    sizes = [flat.types[v].nbytes for v in group.outputs]
+    largest = results[int(np.argmax(sizes))] if sizes else slot
+    if _is_key(largest.dtype):
+        largest = jax.random.key_data(largest)
+    return marks.mark(largest, slot)
+
+
+def _compile(flat: FlatJaxpr, group: Group, lowered: Any, marked: bool) -> Executable:
+    try:
+        compiled = lowered.compile()
+    except Exception as error:
+        raise PlanningError(f"XLA cannot compile a task: {error}") from error
+    memory, cost = compiled.memory_analysis(), compiled.cost_analysis() or {}
+    return Executable(
+        call=compiled,
+        marked=marked,
+        workspace=int(memory.temp_size_in_bytes) if memory is not None else 0,
+        flops=float(cost.get("flops", 0.0)),
+        bytes_accessed=float(cost.get("bytes accessed", 0.0)),
+        arguments=tuple(flat.types[v].struct() for v in group.inputs),
+        may_be_tried=all(_may_be_tried(flat.equations[e].origin) for e in group.equations)
+        and not any(_is_key(flat.types[v].dtype) for v in group.inputs),
+    )
+
+
+def _is_key(dtype: Any) -> bool:
+    return jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
+
+
+def _may_be_tried(eqn: Any) -> bool:
+    if eqn.primitive.name in _NOT_TRIED:
+        return False
+    for param in eqn.params.values():
+        for closed in param if isinstance(param, tuple) else (param,):
+            body = getattr(closed, "jaxpr", closed)
+            if not all(_may_be_tried(e) for e in getattr(body, "eqns", ())):
+                return False
+    return True
+
+
+def try_out(executables: Sequence[Executable], sharding: jax.sharding.Sharding) -> None:
+    """Warms executables and measures one call of each, on zeros, one after the other."""
+    queue = make_queue()
+    slot = queue.open_slot() if queue.has_marks else -1
+    token = jax.device_put(jnp.asarray(slot, jnp.int32), sharding)
+    for executable in executables:
+        if not executable.may_be_tried or executable.seconds is not None:
+            continue
+        arguments = [
+            jax.device_put(np.zeros(a.shape, a.dtype), sharding) for a in executable.arguments
+        ]
+        arguments += [token] if executable.marked else []
+        for _ in range(2):
+            began = time.perf_counter()
+            jax.block_until_ready(executable.call(*arguments))
+            executable.seconds = time.perf_counter() - began
+    if queue.has_marks:
+        queue.close_slot(slot)
+
+
+# -- keys ------------------------------------------------------------------------------
+
+
+def group_key(flat: FlatJaxpr, group: Group) -> Hashable:
+    """Equal for groups that compile to the same executable."""
+    numbers: dict[int, int] = {}
+    for v in group.inputs:
+        numbers[v] = len(numbers)
+    equations = []
+    for e in group.equations:
+        equation = flat.equations[e]
+        operands = tuple(
+            _constant_key(v) if isinstance(v, Constant) else numbers[v]
+            for v in equation.inputs
+        )
+        for v in equation.outputs:
+            numbers[v] = len(numbers)
+        origin = equation.origin
+        equations.append(
+            (origin.primitive, _params_key(origin.params), _context_key(origin.ctx), operands)
+        )
+    return (
+        tuple(_type_key(flat.types[v]) for v in group.inputs),
+        tuple(equations),
+        tuple(numbers[v] for v in group.outputs),
+    )
+
+
+def _type_key(t: Any) -> Hashable:
+    return (t.shape, t.dtype, t.weak_type)
+
+
+def _constant_key(constant: Constant) -> Hashable:
+    value = np.asarray(constant.value)
+    return (value.dtype.str, value.tobytes(), _type_key(constant.type))
+
+
+def _context_key(context: Any) -> Hashable:
+    """What of an equation's context changes how it lowers."""
+    names = (n for n in type(context).__slots__ if n not in _CONTEXT_MACHINERY)
+    return tuple(_key(getattr(context, n)) for n in names)
+
+
+def _params_key(params: dict[str, Any]) -> Hashable:
+    return tuple((name, _key(params[name])) for name in sorted(params))
+
+
+def _key(value: Any) -> Hashable:
+    """Equal for parameters that mean the same; an object it does not know is itself."""
+    body = getattr(value, "jaxpr", value)
+    if hasattr(body, "eqns"):
+        return _jaxpr_key(body, getattr(value, "consts", ()))
+    if isinstance(value, (tuple, list)) and type(value) in (tuple, list):
+        return tuple(map(_key, value))
+    if isinstance(value, dict):
+        return tuple(sorted((k, _key(v)) for k, v in value.items()))
+    if isinstance(value, np.ndarray):
+        return ("array", value.dtype.str, value.shape, value.tobytes())
+    try:
+        hash(value)
+    except TypeError:
+        return _Same(value)
+    return (type(value), value)
+
+
+def _jaxpr_key(jaxpr: Any, consts: Sequence[Any]) -> Hashable:
+    numbers: dict[Any, int] = {}
+
+    def atom(a: Any) -> Hashable:
+        if hasattr(a, "val"):
+            value = np.asarray(a.val)
+            return (value.dtype.str, value.tobytes(), str(a.aval))
+        return numbers[a]
+
+    for v in (*jaxpr.constvars, *jaxpr.invars):
+        numbers[v] = len(numbers)
+    equations = []
+    for eqn in jaxpr.eqns:
+        operands = tuple(map(atom, eqn.invars))
+        for v in eqn.outvars:
+            numbers[v] = len(numbers)
+        equations.append(
+            (eqn.primitive, _params_key(eqn.params), _context_key(eqn.ctx), operands)
+        )
+    return (
+        tuple(str(v.aval) for v in (*jaxpr.constvars, *jaxpr.invars)),
+        tuple(map(_Same, consts)),
+        tuple(equations),
+        tuple(map(atom, jaxpr.outvars)),
+    )
+
+
+class _Same:
+    """Equal to itself only; keeps its object alive, so that its id stays its own."""
+
+    __slots__ = ("_object",)
+
+    def __init__(self, thing: Any):
+        self._object = thing
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other._object is self._object
+
+    def __hash__(self) -> int:
+        return id(self._object)

@@ -1,0 +1,249 @@
+"""`jturnip demo`: trains a small Llama twice, with stock `jax.jit` and in a fraction of the
+memory that one needs, and shows both side by side.
+
+`run_demo` measures and gives a record, `render` makes its table. The optimizer and the
+progress bar come from optional packages, imported where they are used.
+"""
+
+import functools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+import jturnip
+from jturnip.models import llama, text
+from jturnip.units import format_bytes
+
+
+AGREE_WITHIN = 1e-3  # nats; XLA rounds differently in pieces, and steps add that up
+
+
+@dataclass(frozen=True, slots=True)
+class DemoOptions:
+    """What to train, in how much memory."""
+
+    steps: int = 8
+    size: str = "demo"  # of llama.SIZES
+    budget_fraction: float = 0.25  # of the peak of stock jax.jit
+    link_gbps: float | None = None  # gigabytes per second of a simulated link
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ValueError(f"steps must be at least 1, not {self.steps}")
+        if self.budget_fraction <= 0:
+            raise ValueError(f"budget_fraction must be above 0, not {self.budget_fraction}")
+        if self.link_gbps is not None and self.link_gbps <= 0:
+            raise ValueError(f"link_gbps must be above 0, not {self.link_gbps}")
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """One way's losses and costs; seconds and bytes are the median step's."""
+
+    losses: tuple[float, ...]
+    peak_bytes: int  # on the device
+    seconds: float
+    setup_seconds: float  # to trace, plan and compile
+    h2d_bytes: int | None = None  # None where nothing counts them
+    d2h_bytes: int | None = None
+    stall_seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DemoResult:
+    """Both ways, and what they did."""
+
+    options: DemoOptions
+    model: llama.LlamaConfig
+    parameters: int
+    device: str
+    gpu_bytes: int
+    strategy: str
+    stock: Training
+    budgeted: Training
+
+    @property
+    def differences(self) -> tuple[float, ...]:
+        """How far apart the losses of each step are."""
+        pairs = zip(self.stock.losses, self.budgeted.losses, strict=True)
+        return tuple(abs(one - other) for one, other in pairs)
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the losses are the same to rounding; never true of a NaN."""
+        return all(difference <= AGREE_WITHIN for difference in self.differences)
+
+
+# A GPU's own choice of matmul precision is coarse enough to hide a wrong answer.
+@jax.default_matmul_precision("highest")
+def run_demo(options: DemoOptions) -> DemoResult:
+    """Trains both ways on the same data from the same weights."""
+    tqdm = _tqdm()
+    model = llama.config(options.size)
+    optimizer = llama.adamw()
+    train_step = functools.partial(llama.train_step, model, optimizer)
+    stream = text.batches(model.batch, model.length)
+    batches = [next(stream) for _ in range(options.steps)]
+    state = llama.init_state(model, optimizer, jax.random.key(0))
+    on_host = jturnip.host(state)  # before stock jax.jit, which is given the state to eat
+
+    with tqdm(total=2 * options.steps, disable=None, unit="step") as bar:
+        bar.set_description("jax.jit")
+        stock = _train_with_jax(train_step, state, batches, bar)
+        del state
+        bar.set_description("jturnip.jit")
+        gpu_bytes = int(options.budget_fraction * stock.peak_bytes)
+        link = _link(options.link_gbps)
+        step = jturnip.jit(train_step, gpu_bytes=gpu_bytes, donate_argnums=(0,), link=link)
+        strategy, budgeted = _train_with_jturnip(step, on_host, batches, bar)
+
+    return DemoResult(
+        options=options,
+        model=model,
+        parameters=llama.param_count(model),
+        device=jax.devices()[0].device_kind,
+        gpu_bytes=gpu_bytes,
+        strategy=strategy,
+        stock=stock,
+        budgeted=budgeted,
+    )
+
+
+def render(result: DemoResult) -> str:
+    """The result as a table of three columns."""
+    model, stock, budgeted = result.model, result.stock, result.budgeted
+    fraction = result.options.budget_fraction
+    rows = [("", "jax.jit", "jturnip.jit", "")]
+    for number, (one, other, difference) in enumerate(
+        zip(stock.losses, budgeted.losses, result.differences, strict=True), start=1
+    ):
+        apart = f"differ by {difference:.1e}"
+        rows.append((f"loss of step {number}", f"{one:.6f}", f"{other:.6f}", apart))
+    rows += [
+        _row("peak bytes on the device", format_bytes, stock, budgeted, "peak_bytes"),
+        _row("moved to the device, a step", format_bytes, stock, budgeted, "h2d_bytes"),
+        _row("moved to the host, a step", format_bytes, stock, budgeted, "d2h_bytes"),
+        _row("seconds, a step", _seconds, stock, budgeted, "seconds"),
+        _row("waiting for transfers, a step", _seconds, stock, budgeted, "stall_seconds"),
+        _row("setting up, once", _seconds, stock, budgeted, "setup_seconds"),
+    ]
+    titles = (
+        f"A Llama of {result.parameters:,} parameters learns {model.batch} x "
+        f"{model.length} bytes a step on {result.device}.",
+        f"jturnip.jit has {format_bytes(result.gpu_bytes)}, {fraction:.0%} of what jax.jit "
+        f"needs, and plans with strategy {result.strategy}.",
+    )
+    verdict = "agree" if result.agrees else "DO NOT agree"
+    most = np.max(result.differences)  # NaN if any is
+    end = f"The losses {verdict}: they differ by at most {most:.1e}."
+    return "\n".join([*titles, "", *_aligned(rows), "", end])
+
+
+def _train_with_jax(
+    train_step: Callable[..., Any], state: Any, batches: Sequence[np.ndarray], bar: Any
+) -> Training:
+    begin = time.perf_counter()
+    lowered = jax.jit(train_step, donate_argnums=0).lower(state, batches[0])
+    step = lowered.compile()
+    setup_seconds = time.perf_counter() - begin
+    losses: list[float] = []
+    seconds: list[float] = []
+    for batch in batches:
+        begin = time.perf_counter()
+        state, loss = jax.block_until_ready(step(state, batch))
+        seconds.append(time.perf_counter() - begin)
+        losses.append(float(loss))
+        bar.update()
+    return Training(tuple(losses), peak_bytes(step), _middle(seconds), setup_seconds)
+
+
+def _train_with_jturnip(
+    step: Any, state: Any, batches: Sequence[np.ndarray], bar: Any
+) -> tuple[str, Training]:
+    losses: list[float] = []
+    reports: list[jturnip.RunReport] = []
+    seconds: list[float] = []
+    for batch in batches:
+        begin = time.perf_counter()
+        state, loss = jax.block_until_ready(step(state, batch))
+        seconds.append(time.perf_counter() - begin)
+        losses.append(float(loss))
+        reports.append(step.last_run)
+        bar.update()
+    # The first call traces, plans and compiles before it runs.
+    setup_seconds = seconds[0] - reports[0].seconds
+    seconds[0] = reports[0].seconds
+    training = Training(
+        losses=tuple(losses),
+        peak_bytes=max(report.peak_bytes for report in reports),
+        seconds=_middle(seconds),
+        setup_seconds=setup_seconds,
+        h2d_bytes=int(_middle([report.h2d_bytes for report in reports])),
+        d2h_bytes=int(_middle([report.d2h_bytes for report in reports])),
+        stall_seconds=_middle([report.stall_seconds for report in reports]),
+    )
+    return reports[-1].strategy, training
+
+
+def peak_bytes(compiled: Any) -> int:
+    """The device memory an executable needs, its arguments and outputs included."""
+    sizes = compiled.memory_analysis()
+    arguments_and_outputs = sizes.argument_size_in_bytes + sizes.output_size_in_bytes
+    return arguments_and_outputs - sizes.alias_size_in_bytes + sizes.temp_size_in_bytes
+
+
+def _link(gbps: float | None) -> Any:
+    if gbps is None:
+        return None
+    return jturnip.SimulatedLink(
+        h2d_bytes_per_second=gbps * 1e9,
+        d2h_bytes_per_second=gbps * 1e9,
+        latency_seconds=10e-6,
+        jitter=0.0,
+        seed=0,
+    )
+
+
+def _middle(values: Sequence[float]) -> float:
+    return statistics.median(values)
+
+
+def _row(
+    name: str,
+    form: Callable[[float], str],
+    stock: Training,
+    budgeted: Training,
+    field: str,
+) -> tuple[str, str, str, str]:
+    one, other = getattr(stock, field), getattr(budgeted, field)
+    ratio = f"x {other / one:.2f}" if one and other is not None else ""
+    left, right = ("-" if value is None else form(value) for value in (one, other))
+    return name, left, right, ratio
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3f}"
+
+
+def _aligned(rows: Sequence[tuple[str, str, str, str]]) -> Iterator[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for name, *cells in rows:
+        line = [name.ljust(widths[0])]
+        line += [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
+        yield "  ".join(line).rstrip()
+
+
+def _tqdm() -> Callable[..., AbstractContextManager[Any]]:
+    try:
+        from tqdm import tqdm
+    except ImportError as error:
+        raise ImportError(
+            'the demo needs tqdm, which is not installed: pip install "jturnip[demo]"'
+        ) from error
+    return tqdm

@@ -1,0 +1,61 @@
+"""Every error jturnip raises on purpose.
+
+    JTurnipError
+    ├── BudgetError          gpu_bytes is not a size (also a ValueError)
+    ├── PlanningError        no plan exists for what was asked
+    │   ├── DoesNotFit       a task, or the caller's own arrays, exceed gpu_bytes
+    │   └── HostMemoryError  the host cannot hold what must be offloaded
+    ├── UnsupportedError     a function jturnip cannot take apart, or arrays it cannot place
+    ├── ArgumentError        a deleted or donated array was passed (also a ValueError)
+    └── ExecutionError       an operation failed while running; its cause is attached
+    InternalError            our own bug: please report it
+
+A message says what was asked, what was found with its units, where in the user's code, and
+what to do next.
+"""
+
+
+class JTurnipError(Exception):
+    """Base of every error a caller may want to catch."""
+
+
+class BudgetError(JTurnipError, ValueError):
+    """`gpu_bytes` is not a size."""
+
+
+class PlanningError(JTurnipError):
+    """No plan exists for what was asked."""
+
+
+class DoesNotFit(PlanningError):
+    """Something must be on the device at once that is larger than `gpu_bytes`.
+
+    Attributes:
+      needed_bytes: the smallest `gpu_bytes` that would plan, in bytes.
+      gpu_bytes: what was asked for, in bytes.
+    """
+
+    def __init__(self, message: str, *, needed_bytes: int, gpu_bytes: int):
+        super().__init__(message)
+        self.needed_bytes = needed_bytes
+        self.gpu_bytes = gpu_bytes
+
+
+class HostMemoryError(PlanningError):
+    """The host cannot hold the buffers that must leave the device."""
+
+
+class UnsupportedError(JTurnipError):
+    """A function jturnip cannot take apart, or arrays it cannot place."""
+
+
+class ArgumentError(JTurnipError, ValueError):
+    """An argument cannot be used, for example because it was donated before."""
+
+
+class ExecutionError(JTurnipError, RuntimeError):
+    """An operation failed while the function ran."""
+
+
+class InternalError(Exception):
+    """A bug in jturnip itself. Please report it with the message."""

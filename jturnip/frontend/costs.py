@@ -1,0 +1,68 @@
+"""What an equation costs, from its shapes alone; good enough to group equations by."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from jturnip.frontend.jaxpr import Constant, Equation, FlatJaxpr
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRates:
+    """What a device is expected to do; measured times replace the guesses they give."""
+
+    flops_per_second: float
+    bytes_per_second: float
+    # Time a task must at least take to be worth a launch of its own.
+    launch_seconds: float
+
+    def seconds(self, flops: float, nbytes: float) -> float:
+        """Time of work that is bound by arithmetic or by memory."""
+        return max(flops / self.flops_per_second, nbytes / self.bytes_per_second)
+
+
+# Primitives that are the reason for a task, with cheap ones around them.
+HEAVY = frozenset(
+    "dot_general ragged_dot ragged_dot_general conv_general_dilated scan while cond sort"
+    " top_k approx_top_k fft cholesky lu lu_pivots_to_permutation householder_product qr"
+    " geqrf eigh eig svd triangular_solve tridiagonal_solve schur hessenberg tridiagonal"
+    " custom_linear_solve gather scatter scatter-add scatter-mul scatter-min scatter-max"
+    " reduce_window reduce_window_sum reduce_window_max select_and_scatter"
+    " select_and_scatter_add cumsum cumprod cummax cummin cumlogsumexp pallas_call ffi_call"
+    " shard_map pure_callback random_bits threefry2x32 triangular_solve custom_call".split()
+)
+
+
+def flops(equation: Equation, flat: FlatJaxpr) -> float:
+    """Floating-point operations, near enough."""
+    return _flops(equation.origin)
+
+
+def _flops(eqn: Any) -> float:
+    written = sum(_size(v) for v in eqn.outvars)
+    if eqn.primitive.name == "dot_general":
+        (contracting, _), _ = eqn.params["dimension_numbers"]
+        shape = eqn.invars[0].aval.shape
+        return 2.0 * written * math.prod(shape[d] for d in contracting)
+    if eqn.primitive.name == "conv_general_dilated":
+        kernel = eqn.invars[1].aval.shape
+        numbers = eqn.params["dimension_numbers"]
+        return 2.0 * written * math.prod(kernel) / max(1, kernel[numbers.rhs_spec[0]])
+    inner = 0.0
+    for name in ("jaxpr", "call_jaxpr", "cond_jaxpr", "body_jaxpr", "branches"):
+        param = eqn.params.get(name)
+        for closed in param if isinstance(param, tuple) else (param,):
+            body = getattr(closed, "jaxpr", closed)
+            inner += sum(_flops(e) for e in getattr(body, "eqns", ()))
+    inner *= eqn.params.get("length", 1) if eqn.primitive.name == "scan" else 1
+    return inner + written + sum(_size(v) for v in eqn.invars)
+
+
+def _size(variable: Any) -> int:
+    return math.prod(getattr(variable.aval, "shape", ()))
+
+
+def bytes_accessed(equation: Equation, flat: FlatJaxpr) -> int:
+    """Bytes it reads and writes where nothing is fused."""
+    values = [v for v in equation.inputs if not isinstance(v, Constant)]
+    return sum(flat.types[v].nbytes for v in (*values, *equation.outputs))

@@ -1,0 +1,290 @@
+"""Equations to tasks: one heavy equation, with the cheap ones around it.
+
+Per equation would be too fine (XLA's fusion is lost, Python pays per launch) and the whole
+function too coarse (nothing to overlap). Equations are put in an order in which those that
+belong together stand together (`order.py`), and that order is cut: groups are contiguous,
+so the graph of groups has no cycle.
+
+1. A cut between each two heavy equations, where the fewest bytes cross it.
+2. Neighbours too small for a launch of their own are joined.
+3. Groups that hold more than a share of the budget are cut again.
+
+An equation that only blows something small up (a broadcast, a mask) is never cut from its
+readers: each group that reads it repeats it.
+"""
+
+import bisect
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jturnip.frontend import costs
+from jturnip.frontend.costs import HEAVY, DeviceRates
+from jturnip.frontend.jaxpr import FlatJaxpr
+from jturnip.frontend.order import order_equations
+
+
+# Equations that a reader may repeat: nothing in them but memory traffic.
+_TRIVIAL = frozenset(
+    "broadcast_in_dim iota convert_element_type reshape squeeze expand_dims transpose lt le"
+    " gt ge eq ne and or not add sub mul neg select_n copy pad concatenate slice rev".split()
+)
+_SMALL = 4096  # bytes of a value that is not worth a thought
+_BLOWN_UP = 4  # a broadcast that grows its operand this much is repeated
+_DEEPEST = 12  # equations that one reader may have to repeat
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The equations of one task, in order, and the values that enter and leave it."""
+
+    equations: tuple[int, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+class Partitioner:
+    """Cuts one function; remembers what every cut of it needs to know."""
+
+    def __init__(self, flat: FlatJaxpr, rates: DeviceRates):
+        self._flat = flat
+        self._rates = rates
+        self._nbytes = [t.nbytes for t in flat.types]
+        # The equation that writes each value.
+        self._writer: dict[int, int] = {
+            v: e for e, equation in enumerate(flat.equations) for v in equation.outputs
+        }
+        self._results = frozenset(flat.outputs)
+        self._repeated = self._find_repeated()
+        # What each equation really reads: through repeated equations, to what they read.
+        self._reads = [self._read_through(e) for e in range(len(flat.equations))]
+        operands = [
+            () if e in self._repeated else self._operands(e)
+            for e in range(len(flat.equations))
+        ]
+        order, cuts = order_equations(flat, operands)
+        kept = [(e, at in cuts) for at, e in enumerate(order)]
+        self._order: list[int] = []
+        self._cuts: set[int] = set()
+        for e, cut in kept:
+            if cut:
+                self._cuts.add(len(self._order))
+            if e not in self._repeated:
+                self._order.append(e)
+        self._position = {e: at for at, e in enumerate(self._order)}
+        self._first_use, self._last_use = self._uses()
+        self._flops = [costs.flops(e, flat) for e in flat.equations]
+
+    # -- equations that readers repeat -------------------------------------------------
+
+    def _find_repeated(self) -> dict[int, tuple[int, ...]]:
+        """Each equation to be repeated, with all that repeating it takes, in order."""
+        flat = self._flat
+        repeated: dict[int, tuple[int, ...]] = {}
+        for e, equation in enumerate(flat.equations):
+            written = sum(self._nbytes[v] for v in equation.outputs)
+            if (
+                equation.name not in _TRIVIAL
+                or written <= _SMALL
+                or not self._results.isdisjoint(equation.outputs)
+            ):
+                continue
+            values = [v for v in equation.inputs if isinstance(v, int)]
+            small = all(
+                self._nbytes[v] <= _SMALL or self._writer.get(v) in repeated for v in values
+            )
+            blown_up = equation.name == "broadcast_in_dim" and all(
+                self._nbytes[v] * _BLOWN_UP <= written for v in values
+            )
+            before = dict.fromkeys(
+                itertools.chain.from_iterable(
+                    repeated.get(self._writer.get(v, -1), ()) for v in values
+                )
+            )
+            if (small or blown_up) and len(before) < _DEEPEST:
+                repeated[e] = (*sorted(before), e)
+        return repeated
+
+    def _repeats(self, e: int) -> tuple[int, ...]:
+        """What a group must repeat to hold equation `e`, in order."""
+        repeats = dict.fromkeys(
+            itertools.chain.from_iterable(
+                self._repeated.get(self._writer.get(v, -1), ())
+                for v in self._flat.equations[e].inputs
+                if isinstance(v, int)
+            )
+        )
+        return tuple(sorted(repeats))
+
+    def _read_through(self, e: int) -> tuple[int, ...]:
+        values: dict[int, None] = {}
+        for r in (*self._repeats(e), e):
+            for v in self._flat.equations[r].inputs:
+                if isinstance(v, int) and self._writer.get(v) not in self._repeated:
+                    values[v] = None
+        return tuple(values)
+
+    def _operands(self, e: int) -> tuple[int, ...]:
+        found = {self._writer[v]: None for v in self._reads[e] if v in self._writer}
+        return tuple(found)
+
+    def _uses(self) -> tuple[dict[int, int], dict[int, int]]:
+        """First and last position that reads each value; results are read at the end."""
+        first: dict[int, int] = {}
+        last: dict[int, int] = {}
+        for at, e in enumerate(self._order):
+            for v in self._reads[e]:
+                first.setdefault(v, at)
+                last[v] = at
+        for v in self._results:
+            last[v] = len(self._order)
+        return first, last
+
+    # -- cutting -----------------------------------------------------------------------
+
+    def partition(self, largest: int) -> list[Group]:
+        """Groups that hold at most `largest` bytes at once, by estimate, where possible."""
+        segments = self._joined(self._natural_segments(), largest)
+        pieces = itertools.chain.from_iterable(self._split(s, largest) for s in segments)
+        return self._groups(list(pieces))
+
+    def refine(self, groups: Sequence[Group], too_large: frozenset[int]) -> list[Group]:
+        """Cuts the groups at these indices in two, where they can be cut."""
+        pieces: list[tuple[int, int]] = []
+        for index, group in enumerate(groups):
+            own = [e for e in group.equations if e in self._position]
+            begin = min(self._position[e] for e in own)
+            segment = (begin, begin + len(own))
+            pieces += self._halves(segment) if index in too_large else [segment]
+        return self._groups(pieces)
+
+    def _natural_segments(self) -> list[tuple[int, int]]:
+        """Positions [begin, end) with one heavy equation each, where there is one."""
+        heavy = [
+            at for at, e in enumerate(self._order) if self._flat.equations[e].name in HEAVY
+        ]
+        cuts = self._cuts | {0, len(self._order)}
+        fixed = sorted(self._cuts)
+        for one, other in itertools.pairwise(heavy):
+            lowest, highest = one + 1, other
+            inner = _between(fixed, lowest, highest)
+            cuts.add(self._cheapest_cut(one, inner[-1] if inner else lowest, highest))
+        ordered = sorted(cuts)
+        return [(a, b) for a, b in itertools.pairwise(ordered) if a < b]
+
+    def _cheapest_cut(self, begin: int, lowest: int, highest: int) -> int:
+        """The position in [lowest, highest] that the fewest bytes written since `begin`
+        cross; the last of equals, which keeps a chain with what it began with."""
+        best, best_bytes = highest, None
+        crossing, ending = 0, {}
+        for at in range(begin, highest + 1):
+            crossing -= ending.pop(at, 0)
+            if at >= lowest and (best_bytes is None or crossing <= best_bytes):
+                best, best_bytes = at, crossing
+            if at == highest:
+                break
+            for v in self._flat.equations[self._order[at]].outputs:
+                last = self._last_use.get(v, -1)
+                if last > at:
+                    crossing += self._nbytes[v]
+                    ending[last + 1] = ending.get(last + 1, 0) + self._nbytes[v]
+        return best
+
+    def _joined(self, segments: list[tuple[int, int]], largest: int) -> list[tuple[int, int]]:
+        """Joins neighbours of which one is too small for a launch of its own."""
+        joined: list[tuple[int, int]] = []
+        small_before = False
+        for segment in segments:
+            small = self._is_small(segment)
+            if joined and (small or small_before):
+                both = (joined[-1][0], segment[1])
+                if self._held(both) <= largest:
+                    joined[-1] = both
+                    small_before = self._is_small(both)
+                    continue
+            joined.append(segment)
+            small_before = small
+        return joined
+
+    def _is_small(self, segment: tuple[int, int]) -> bool:
+        equations = self._order[segment[0] : segment[1]]
+        flops = sum(self._flops[e] for e in equations)
+        seconds = self._rates.seconds(flops, self._crossing_bytes(segment))
+        return seconds < self._rates.launch_seconds
+
+    def _crossing_bytes(self, segment: tuple[int, int]) -> int:
+        inside, entering = set(), {}
+        leaving = 0
+        for e in self._order[segment[0] : segment[1]]:
+            for v in self._reads[e]:
+                if v not in inside:
+                    entering[v] = None
+            inside.update(self._flat.equations[e].outputs)
+        for v in inside:
+            if self._last_use.get(v, -1) >= segment[1]:
+                leaving += self._nbytes[v]
+        return leaving + sum(self._nbytes[v] for v in entering)
+
+    def _held(self, segment: tuple[int, int]) -> int:
+        """Bytes a segment holds at once, by estimate: what enters and leaves it, and the
+        most that is alive inside it."""
+        begin, end = segment
+        alive = most = 0
+        ending: dict[int, int] = {}
+        for at in range(begin, end):
+            for v in self._flat.equations[self._order[at]].outputs:
+                last = self._last_use.get(v, -1)
+                if at < last < end:
+                    alive += self._nbytes[v]
+                    ending[last] = ending.get(last, 0) + self._nbytes[v]
+            most = max(most, alive)
+            alive -= ending.pop(at, 0)
+        return most + self._crossing_bytes(segment)
+
+    def _split(self, segment: tuple[int, int], largest: int) -> list[tuple[int, int]]:
+        """Cuts a segment until every piece holds little enough, or is one equation."""
+        pieces, todo = [], [segment]
+        while todo:
+            piece = todo.pop()
+            if piece[1] - piece[0] <= 1 or self._held(piece) <= largest:
+                pieces.append(piece)
+            else:
+                todo += reversed(self._halves(piece))
+        return pieces
+
+    def _halves(self, segment: tuple[int, int]) -> list[tuple[int, int]]:
+        begin, end = segment
+        if end - begin <= 1:
+            return [segment]
+        quarter = (end - begin) // 4
+        lowest, highest = begin + max(1, quarter), max(begin + 1, end - max(1, quarter))
+        cut = self._cheapest_cut(begin, min(lowest, highest), highest)
+        return [(begin, cut), (cut, end)]
+
+    # -- groups ------------------------------------------------------------------------
+
+    def _groups(self, segments: Sequence[tuple[int, int]]) -> list[Group]:
+        groups = []
+        for begin, end in segments:
+            equations: dict[int, None] = {}
+            entering: dict[int, None] = {}
+            inside: set[int] = set()
+            leaving = []
+            for e in self._order[begin:end]:
+                equations.update(dict.fromkeys((*self._repeats(e), e)))
+                for v in self._reads[e]:
+                    if v not in inside:
+                        entering[v] = None
+                inside.update(self._flat.equations[e].outputs)
+                leaving += [
+                    v
+                    for v in self._flat.equations[e].outputs
+                    if self._last_use.get(v, -1) >= end
+                ]
+            groups.append(Group(tuple(equations), tuple(entering), tuple(leaving)))
+        return groups
+
+
+def _between(ordered: Sequence[int], lowest: int, highest: int) -> Sequence[int]:
+    """The elements of a sorted sequence in [lowest, highest]."""
+    return ordered[bisect.bisect_left(ordered, lowest) : bisect.bisect_right(ordered, highest)]

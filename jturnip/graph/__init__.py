@@ -1,0 +1,1 @@
+"""The records that stages hand to each other: data only, no jax."""

@@ -1,0 +1,72 @@
+"""A plan: the MemGraph with its figures, as the user sees it."""
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from jturnip.graph.memgraph import MemGraph, OpKind
+from jturnip.graph.serialize import memgraph_to_json_dict
+from jturnip.graph.taskgraph import TaskGraph
+from jturnip.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What will run, in how many bytes, and how long it should take.
+
+    A function that fits runs as one executable: its `strategy` is "whole", it has no ops,
+    and its figures are XLA's.
+    """
+
+    # What the user asked for; the plan's arena is a little smaller.
+    gpu_bytes: int
+    # The most device bytes in use at any moment of the planned order.
+    peak_bytes: int
+    # Bytes over the link, each way.
+    h2d_bytes: int
+    d2h_bytes: int
+    # The most host bytes that offloaded copies take, beside the arguments' own.
+    host_bytes: int
+    # By the simulator, with the runtime's own state machine.
+    predicted_seconds: float
+    # max(compute, bytes over the link): no order of these ops can be faster.
+    lower_bound_seconds: float
+    strategy: str
+    taskgraph: TaskGraph = field(repr=False)
+    memgraph: MemGraph = field(repr=False)
+
+    def to_json_dict(self) -> dict[str, Any]:
+        """The plan as plain data, schema 1, complete enough for another verifier."""
+        figures = {
+            name: getattr(self, name)
+            for name in (
+                "peak_bytes",
+                "h2d_bytes",
+                "d2h_bytes",
+                "host_bytes",
+                "predicted_seconds",
+                "lower_bound_seconds",
+                "strategy",
+            )
+        }
+        plain = memgraph_to_json_dict(self.taskgraph, self.memgraph)
+        return {**plain, "gpu_bytes": self.gpu_bytes, **figures}
+
+    def to_json(self) -> str:
+        """`to_json_dict` as text."""
+        return json.dumps(self.to_json_dict())
+
+    def summary(self) -> str:
+        """A few lines for people."""
+        kinds = [op.kind for op in self.memgraph.ops]
+        lines = [
+            f"strategy {self.strategy}, {len(self.taskgraph.tasks)} tasks,"
+            f" {kinds.count(OpKind.OFFLOAD)} offloads, {kinds.count(OpKind.RELOAD)} reloads",
+            f"device: peak {format_bytes(self.peak_bytes)} of {format_bytes(self.gpu_bytes)}",
+            f"link: {format_bytes(self.h2d_bytes)} to the device,"
+            f" {format_bytes(self.d2h_bytes)} to the host;"
+            f" host copies take {format_bytes(self.host_bytes)}",
+            f"time: {self.predicted_seconds:.3f} s predicted,"
+            f" at least {self.lower_bound_seconds:.3f} s",
+        ]
+        return "\n".join(lines)

@@ -1,0 +1,375 @@
+"""A traced function to a plan that can run: partition, compile, plan, verify.
+
+Each step is a function from one record to the next; `stages.py` shows them to the user.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import gc
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jturnip import compat, placement
+from jturnip.compiler import executables as compiler
+from jturnip.compiler.executables import Executable
+from jturnip.errors import HostMemoryError
+from jturnip.frontend.costs import DeviceRates
+from jturnip.frontend.jaxpr import FlatJaxpr
+from jturnip.frontend.partition import Group, Partitioner
+from jturnip.graph.memgraph import MemGraph
+from jturnip.graph.plan import Plan
+from jturnip.graph.taskgraph import Buffer, BufferId, Place, Role, Task, TaskGraph, TaskId
+from jturnip.placement import Arguments, Whose
+from jturnip.planner import figures
+from jturnip.planner.planner import (
+    does_not_fit,
+    plan as make_memgraph,
+    resident_bytes,
+    smallest_budget,
+    task_bytes,
+)
+from jturnip.planner.verify import peak_bytes, verify
+from jturnip.runtime.link import SimulatedLink
+from jturnip.runtime.schedule import Link, Schedule, schedule
+from jturnip.runtime.simulated import simulate
+from jturnip.units import format_bytes
+
+
+# A task may hold this share of the budget, where it can be cut: two can then be resident
+# while the transfers of two more are under way.
+_SHARE = 4
+# XLA may re-use and fuse better than the TaskGraph's liveness says, up to this factor.
+_HOPE = 1.5
+# What `auto` plans and simulates; the paper's alone beyond this many tasks, since there
+# planning takes seconds.
+_PROMISING = ("turnip", "layerwise", "fixed_order")
+_MANY_TASKS = 20_000
+
+# Guesses about a device, until its tasks are measured.
+_RATES = {
+    "cpu": DeviceRates(5e10, 1e10, 1e-4),
+    "gpu": DeviceRates(5e13, 2e12, 5e-5),
+}
+_LINKS = {"cpu": Link(5e9, 5e9), "gpu": Link(2.5e10, 2.5e10)}
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """A function as tasks with their executables, not yet planned."""
+
+    flat: FlatJaxpr
+    graph: TaskGraph
+    executables: tuple[Executable, ...]
+    # Distinct executables that were compiled for it, and that were there already.
+    compiled: int
+    reused: int
+    arguments: Arguments
+    # The buffer of each flat result, or None for an argument that is returned as it is.
+    result_buffers: tuple[BufferId | None, ...]
+
+
+def rates(device: jax.Device) -> DeviceRates:
+    """What is expected of a device's arithmetic and memory."""
+    return _RATES["cpu" if device.platform == "cpu" else "gpu"]
+
+
+def link_of(device: jax.Device, simulated: SimulatedLink | None) -> Link:
+    """What is expected of the link to a device."""
+    if simulated is not None:
+        return Link(
+            simulated.h2d_bytes_per_second,
+            simulated.d2h_bytes_per_second,
+            simulated.latency_seconds,
+        )
+    return _LINKS["cpu" if device.platform == "cpu" else "gpu"]
+
+
+def split(
+    flat: FlatJaxpr, partitioner: Partitioner, arguments: Arguments, gpu_bytes: int
+) -> Split:
+    """Cuts a function into tasks that fit in `gpu_bytes`, and compiles them.
+
+    Raises:
+      DoesNotFit: where a single equation, or the caller's own arrays, need more.
+    """
+    device = arguments.device
+    arena = placement.arena_bytes(gpu_bytes, device)
+    _refuse_early(flat, partitioner, arguments, gpu_bytes)
+    groups = partitioner.partition(arena // _SHARE)
+    while True:
+        candidate = _compile(flat, groups, arguments)
+        needed = smallest_budget(candidate.graph)
+        if needed <= arena:
+            return candidate
+        kept = resident_bytes(candidate.graph)
+        finer = partitioner.refine(
+            groups,
+            frozenset(
+                t.id
+                for t in candidate.graph.tasks
+                if task_bytes(candidate.graph, t) + kept > arena
+            ),
+        )
+        if len(finer) == len(groups):
+            needed = placement.gpu_bytes_for(needed, device)
+            raise does_not_fit(candidate.graph, gpu_bytes, needed)
+        groups = finer
+
+
+def may_fit(
+    flat: FlatJaxpr, partitioner: Partitioner, arguments: Arguments, gpu_bytes: int
+) -> bool:
+    """Whether the whole function is worth compiling, to see if XLA fits it in the budget.
+
+    By the TaskGraph alone: XLA may well do better than one byte for every live byte of it,
+    but not twice as well.
+    """
+    graph, _ = _build(flat, partitioner.partition(gpu_bytes // _SHARE), arguments)
+    return figures.liveness_peak(graph) <= _HOPE * gpu_bytes
+
+
+def _refuse_early(
+    flat: FlatJaxpr, partitioner: Partitioner, arguments: Arguments, gpu_bytes: int
+) -> None:
+    """Refuses a hopeless budget after compiling the largest equations only."""
+    arena = placement.arena_bytes(gpu_bytes, arguments.device)
+    finest = partitioner.partition(0)
+    bare, _ = _build(flat, finest, arguments)
+    if smallest_budget(bare) <= arena:
+        return
+    sizes = [task_bytes(bare, t) for t in bare.tasks]
+    # Workspace adds to what a task needs: the hungriest with it is likely among these.
+    hungry = [g for g, size in zip(finest, sizes, strict=True) if size * 3 >= max(sizes)]
+    graph = _compile(flat, hungry, arguments).graph
+    needed = placement.gpu_bytes_for(smallest_budget(graph), arguments.device)
+    raise does_not_fit(graph, gpu_bytes, needed)
+
+
+def _compile(flat: FlatJaxpr, groups: Sequence[Group], arguments: Arguments) -> Split:
+    device = arguments.device if arguments.committed else None
+    compiled = compiler.compile_groups(flat, groups, device, compat.trace_context())
+    graph, buffers = _build(flat, groups, arguments, compiled)
+    return Split(
+        flat=flat,
+        graph=graph,
+        executables=compiled.executables,
+        compiled=compiled.compiled,
+        reused=compiled.reused,
+        arguments=arguments,
+        result_buffers=tuple(
+            None if v in flat.inputs else buffers[v] for v in flat.outputs
+        ),
+    )
+
+
+def _build(
+    flat: FlatJaxpr,
+    groups: Sequence[Group],
+    arguments: Arguments,
+    compiled: compiler.Compiled | None = None,
+) -> tuple[TaskGraph, dict[int, BufferId]]:
+    """The TaskGraph of some groups, and the buffer of each value.
+
+    Buffers of the flat arguments come first, in order, then those of the constants.
+    """
+    buffers: list[Buffer] = []
+    of_value: dict[int, BufferId] = {}
+
+    def add(value: int, role: Role, **fields: Any) -> None:
+        of_value[value] = BufferId(len(buffers))
+        nbytes = flat.types[value].nbytes
+        buffers.append(Buffer(of_value[value], nbytes, role, **fields))
+
+    for value, whose, name in zip(flat.inputs, arguments.whose, arguments.names, strict=True):
+        add(value, Role.INPUT, name=name, **_start(whose))
+    for number, (value, array) in enumerate(flat.constants):
+        name = f"closed-over array {number}"
+        add(value, Role.CONSTANT, name=name, **_start(placement.whose(array, False)))
+    outputs = [v for v in flat.outputs if v not in flat.inputs]
+    to_host = _ending_on_host(flat, arguments)
+    tasks = []
+    for index, group in enumerate(groups):
+        for value in group.inputs:
+            if value not in of_value:  # only where `groups` are not all of the function
+                add(value, Role.INTERMEDIATE)
+        for value in group.outputs:
+            if value in outputs:
+                add(value, Role.OUTPUT, end_on_host=value in to_host)
+            else:
+                add(value, Role.INTERMEDIATE)
+        tasks.append(_task(flat, group, index, of_value, arguments.device, compiled))
+    graph = TaskGraph(
+        tuple(buffers),
+        tuple(tasks),
+        tuple(of_value[v] for v in outputs if v in of_value),
+    )
+    return graph, of_value
+
+
+def _start(whose: Whose) -> dict[str, Any]:
+    place = Place.HOST if whose.on_host else Place.DEVICE
+    return {"start": place, "pinned": whose is Whose.CALLER_DEVICE}
+
+
+def _ending_on_host(flat: FlatJaxpr, arguments: Arguments) -> frozenset[int]:
+    """Results that re-use a donated host argument of the same type, first come first."""
+    returned = frozenset(flat.outputs)
+    offered = [
+        flat.types[v]
+        for v, whose in zip(flat.inputs, arguments.whose, strict=True)
+        if whose is Whose.DONATED_HOST and v not in returned
+    ]
+    offers = collections.Counter((t.shape, t.dtype) for t in offered)
+    ending = set()
+    for v in flat.outputs:
+        key = (flat.types[v].shape, flat.types[v].dtype)
+        if v not in flat.inputs and offers[key] > 0:
+            offers[key] -= 1
+            ending.add(v)
+    return frozenset(ending)
+
+
+def _task(
+    flat: FlatJaxpr,
+    group: Group,
+    index: int,
+    of_value: dict[int, BufferId],
+    device: jax.Device,
+    compiled: compiler.Compiled | None,
+) -> Task:
+    lead = flat.equations[compiler.lead_equation(flat, group)]
+    fields: dict[str, Any] = {}
+    if compiled is not None:
+        number = compiled.of_group[index]
+        executable = compiled.executables[number]
+        fields = {
+            "executable": number,
+            "workspace": executable.workspace,
+            "flops": executable.flops,
+            "bytes_accessed": executable.bytes_accessed,
+            "seconds": executable.seconds
+            or rates(device).seconds(executable.flops, executable.bytes_accessed),
+        }
+    return Task(
+        id=TaskId(index),
+        inputs=tuple(of_value[v] for v in group.inputs),
+        outputs=tuple(of_value[v] for v in group.outputs),
+        name=lead.name,
+        source=compat.source_line(lead.origin),
+        **fields,
+    )
+
+
+def measure(candidate: Split, gpu_bytes: int) -> Split:
+    """Runs each new executable on zeros, where that fits beside the arguments.
+
+    Returns:
+      The same with measured seconds in its tasks.
+    """
+    device = candidate.arguments.device
+    arena = placement.arena_bytes(gpu_bytes, device)
+    room = arena - sum(b.nbytes for b in candidate.graph.buffers if b.start is Place.DEVICE)
+    largest: dict[int, int] = {}
+    for task in candidate.graph.tasks:
+        needs = task_bytes(candidate.graph, task)
+        largest[task.executable] = max(needs, largest.get(task.executable, 0))
+    compiler.try_out(
+        [
+            executable
+            for number, executable in enumerate(candidate.executables)
+            if largest[number] <= room
+        ],
+        jax.sharding.SingleDeviceSharding(device, memory_kind="device"),
+    )
+    tasks = tuple(
+        dataclasses.replace(t, seconds=candidate.executables[t.executable].seconds or t.seconds)
+        for t in candidate.graph.tasks
+    )
+    return dataclasses.replace(
+        candidate, graph=dataclasses.replace(candidate.graph, tasks=tasks)
+    )
+
+
+def make_plan(
+    candidate: Split, gpu_bytes: int, strategy: str, simulated: SimulatedLink | None
+) -> tuple[Plan, Schedule]:
+    """Plans by one strategy, or by the one that the simulator finds fastest; verifies.
+
+    Raises:
+      HostMemoryError: where the host cannot hold what must leave the device.
+    """
+    graph, device = candidate.graph, candidate.arguments.device
+    link = link_of(device, simulated)
+    names = (strategy,) if strategy != "auto" else _promising(graph)
+    best: tuple[float, str, MemGraph, Schedule] | None = None
+    with _without_cycle_collection():
+        for name in names:
+            memgraph = make_memgraph(graph, placement.arena_bytes(gpu_bytes, device), name)
+            ready = schedule(graph, memgraph, link)
+            seconds = simulate(ready, name, link.latency_seconds).seconds
+            if best is None or seconds < best[0]:
+                best = seconds, name, memgraph, ready
+        assert best is not None
+        seconds, name, memgraph, ready = best
+        verify(graph, memgraph)
+        plan = _figures(graph, memgraph, gpu_bytes, name, seconds, link)
+    _check_host(plan, device)
+    return plan, ready
+
+
+def _promising(graph: TaskGraph) -> tuple[str, ...]:
+    return _PROMISING if len(graph.tasks) <= _MANY_TASKS else _PROMISING[:1]
+
+
+def _figures(
+    graph: TaskGraph,
+    memgraph: MemGraph,
+    gpu_bytes: int,
+    strategy: str,
+    seconds: float,
+    link: Link,
+) -> Plan:
+    h2d, d2h = figures.moved_bytes(graph, memgraph)
+    bound = max(
+        sum(t.seconds for t in graph.tasks),
+        h2d / link.h2d_bytes_per_second,
+        d2h / link.d2h_bytes_per_second,
+    )
+    return Plan(
+        gpu_bytes=gpu_bytes,
+        peak_bytes=peak_bytes(memgraph),
+        h2d_bytes=h2d,
+        d2h_bytes=d2h,
+        host_bytes=figures.host_peak_bytes(graph, memgraph),
+        predicted_seconds=seconds,
+        lower_bound_seconds=bound,
+        strategy=strategy,
+        taskgraph=graph,
+        memgraph=memgraph,
+    )
+
+
+def _check_host(plan: Plan, device: jax.Device) -> None:
+    limit, why = placement.host_bytes_limit(device)
+    if plan.host_bytes > limit:
+        raise HostMemoryError(
+            f"what must leave the device takes {format_bytes(plan.host_bytes)} of host"
+            f" memory; {why} is {format_bytes(limit)}. Raise gpu_bytes above"
+            f" {format_bytes(plan.gpu_bytes)}, or free host memory."
+        )
+
+
+@contextlib.contextmanager
+def _without_cycle_collection() -> Iterator[None]:
+    """Planning makes many records and no cycles; looking for those takes most of its time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

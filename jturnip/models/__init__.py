@@ -1,0 +1,1 @@
+"""Models in plain JAX that are large enough to need a budget."""

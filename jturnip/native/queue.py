@@ -1,0 +1,92 @@
+"""The queue the runtime's loop sleeps on until the first of many things happens."""
+
+import collections
+import math
+import threading
+import time
+from typing import Protocol
+
+from jturnip.errors import InternalError
+from jturnip.native import marks
+
+
+class CompletionQueue(Protocol):
+    """Any thread pushes ids, the loop drains them. All methods are thread-safe."""
+
+    @property
+    def has_marks(self) -> bool:
+        """Whether marks in executables can push here; if not, slots cannot be opened."""
+        ...
+
+    def push(self, id: int) -> None:
+        """Queues `id`, which fits 64 bits, and wakes the sleeper."""
+        ...
+
+    def drain(self, timeout_seconds: float) -> list[tuple[int, float]]:
+        """Takes everything queued, as (id, time pushed) pairs, oldest first.
+
+        With nothing queued it sleeps until the first arrives or the timeout (which may be
+        0 or infinite) passes, and then returns []. Times are on the clock of
+        `time.perf_counter()`.
+        """
+        ...
+
+    def open_slot(self) -> int:
+        """A new slot number, an int32, for `mark`."""
+        ...
+
+    def arm(self, slot: int, id: int) -> None:
+        """Lets the next mark on `slot`, and only that one, push `id`."""
+        ...
+
+    def close_slot(self, slot: int) -> None:
+        """Ends the use of `slot`: marks still to come on it are ignored."""
+        ...
+
+
+def make_queue() -> CompletionQueue:
+    """The native queue where the extension can be used, else a `PythonQueue`."""
+    if not marks.load():
+        return PythonQueue()
+    from jturnip.native import _native
+
+    return _native.CompletionQueue()
+
+
+class PythonQueue:
+    """A `CompletionQueue` in plain Python, without marks."""
+
+    has_marks = False
+
+    def __init__(self) -> None:
+        self._arrived = threading.Condition()
+        self._completions: collections.deque[tuple[int, float]] = collections.deque()
+
+    def push(self, id: int) -> None:
+        with self._arrived:
+            self._completions.append((id, time.perf_counter()))
+            self._arrived.notify()
+
+    def drain(self, timeout_seconds: float) -> list[tuple[int, float]]:
+        if not timeout_seconds >= 0:
+            raise ValueError("timeout_seconds must be zero or more")
+        with self._arrived:
+            if not self._completions and timeout_seconds > 0:
+                timeout = None if math.isinf(timeout_seconds) else timeout_seconds
+                self._arrived.wait_for(lambda: self._completions, timeout)
+            taken = list(self._completions)
+            self._completions.clear()
+        return taken
+
+    def open_slot(self) -> int:
+        raise _no_marks()
+
+    def arm(self, slot: int, id: int) -> None:
+        raise _no_marks()
+
+    def close_slot(self, slot: int) -> None:
+        raise _no_marks()
+
+
+def _no_marks() -> InternalError:
+    return InternalError("a slot was used on a queue without marks; ask has_marks first")

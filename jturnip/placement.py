@@ -1,0 +1,191 @@
+"""Where arrays lie: of arguments, of what a device has free, of what a host can hold."""
+
+import enum
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+
+from jturnip.errors import UnsupportedError
+
+
+Tree = TypeVar("Tree")
+
+# Arguments that are not JAX arrays and smaller than this start on the device.
+SMALL = 64 * 1024
+# Device bytes that are ours and in no plan: the slots' numbers and the marks' results.
+BOOKKEEPING = 4096
+
+
+class Whose(enum.Enum):
+    """Who holds an argument's bytes during a call."""
+
+    # The caller keeps a device array: it takes its bytes during the whole call.
+    CALLER_DEVICE = "caller's, on the device"
+    DONATED_DEVICE = "donated, on the device"
+    CALLER_HOST = "caller's, in host memory"
+    DONATED_HOST = "donated, in host memory"
+    # A small numpy array or a Python number: put on the device when the call begins.
+    OURS_DEVICE = "small"
+    # A numpy array: reached through a pinned copy made when the call begins.
+    OURS_HOST = "numpy"
+
+    @property
+    def on_host(self) -> bool:
+        """Whether a call finds it in host memory."""
+        return self in (Whose.CALLER_HOST, Whose.DONATED_HOST, Whose.OURS_HOST)
+
+    @property
+    def donated(self) -> bool:
+        """Whether its memory may be re-used."""
+        return self in (Whose.DONATED_DEVICE, Whose.DONATED_HOST)
+
+
+def host(tree: Tree) -> Tree:
+    """Copies every array of a tree to pinned host memory.
+
+    Args:
+      tree: arrays of any kind: JAX arrays in any memory, numpy arrays, Python numbers.
+
+    Returns:
+      The same tree of JAX arrays with memory kind `pinned_host`, on the device (or the
+      default device) each array was on. Nothing is shared with what was given.
+
+    Raises:
+      UnsupportedError: for an array spread over several devices.
+    """
+
+    def copy(leaf: Any) -> jax.Array:
+        device = device_of(leaf) or default_device()
+        sharding = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
+        return jax.device_put(leaf, sharding, may_alias=False)
+
+    return jax.block_until_ready(jax.tree.map(copy, tree))
+
+
+def default_device() -> jax.Device:
+    """The device that `jax.jit` would use for uncommitted arguments."""
+    chosen = jax.config.jax_default_device
+    if isinstance(chosen, str):
+        return jax.devices(chosen)[0]
+    return chosen if chosen is not None else jax.devices()[0]
+
+
+def device_of(leaf: Any) -> jax.Device | None:
+    """The one device of an array, None for what is no JAX array."""
+    sharding = getattr(leaf, "sharding", None)
+    if sharding is None or not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+        return None
+    devices = sharding.device_set
+    if len(devices) > 1:
+        raise UnsupportedError(
+            f"an argument of shape {leaf.shape} is spread over {len(devices)} devices;"
+            " jturnip runs on one device. Put it on one with jax.device_put first."
+        )
+    return next(iter(devices))
+
+
+def whose(leaf: Any, donated: bool) -> Whose:
+    """Classifies one argument. A ShapeDtypeStruct without sharding is like a numpy array."""
+    sharding = getattr(leaf, "sharding", None)
+    if sharding is not None and isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+        if sharding.memory_kind in (None, "device"):
+            return Whose.DONATED_DEVICE if donated else Whose.CALLER_DEVICE
+        return Whose.DONATED_HOST if donated else Whose.CALLER_HOST
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        large = leaf.size * _itemsize(leaf.dtype) >= SMALL
+        return Whose.OURS_HOST if large else Whose.OURS_DEVICE
+    large = isinstance(leaf, np.ndarray) and leaf.nbytes >= SMALL
+    return Whose.OURS_HOST if large else Whose.OURS_DEVICE
+
+
+def _itemsize(dtype: Any) -> int:
+    return getattr(dtype, "itemsize", 4)
+
+
+def free_device_bytes(device: jax.Device) -> int:
+    """What `gpu_bytes=None` means: the device's free bytes, less a reserve of a tenth.
+
+    A backend without allocator figures (the CPU's) has what the host has.
+    """
+    stats = device.memory_stats()
+    if not stats or "bytes_limit" not in stats:
+        return int(host_memory_available() * 0.9)
+    free = stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+    return int(free * 0.9)
+
+
+def arena_bytes(gpu_bytes: int, device: jax.Device) -> int:
+    """The part of the budget that plans may use.
+
+    The rest covers what no plan can see: our own few bytes and, where an allocator rounds
+    (a GPU's hands out blocks up to twice as large as asked), a fiftieth of the budget.
+    """
+    rounding = gpu_bytes // 50 if device.platform != "cpu" else 0
+    return max(0, gpu_bytes - BOOKKEEPING - rounding)
+
+
+def gpu_bytes_for(arena: int, device: jax.Device) -> int:
+    """The budget whose arena holds `arena` bytes; the inverse of `arena_bytes`."""
+    asked = arena + BOOKKEEPING
+    while arena_bytes(asked, device) < arena:
+        asked += max(1, arena - arena_bytes(asked, device))
+    return asked
+
+
+def host_memory_available() -> int:
+    """Bytes of RAM that programs can still take."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            for line in file:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def host_bytes_limit(device: jax.Device) -> tuple[int, str]:
+    """What pinned host copies may take, and why no more."""
+    available = host_memory_available()
+    if device.platform == "cpu":
+        return available, "the memory that the machine has available"
+    pool = float(os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "64")) * 2**30
+    if pool < available:
+        return int(pool), "JAX's pinned pool (XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB)"
+    return available, "the memory that the machine has available"
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """How a signature's flat arguments are held, and what to call them."""
+
+    whose: tuple[Whose, ...]
+    names: tuple[str, ...]
+    device: jax.Device
+    # Whether `device` was chosen by committed arguments.
+    committed: bool
+
+
+def common_device(leaves: Sequence[Any]) -> tuple[jax.Device, bool]:
+    """The device that a call runs on, and whether its arguments chose it.
+
+    Raises:
+      UnsupportedError: for arguments committed to different devices.
+    """
+    chosen: dict[jax.Device, None] = {}
+    for leaf in leaves:
+        device = device_of(leaf)
+        if device is not None and getattr(leaf, "committed", True):
+            chosen[device] = None
+    if len(chosen) > 1:
+        raise UnsupportedError(
+            f"arguments lie on different devices: {', '.join(map(str, chosen))}; jturnip"
+            " runs on one. Put them on one with jax.device_put first."
+        )
+    if chosen:
+        return next(iter(chosen)), True
+    return default_device(), False

@@ -1,0 +1,1 @@
+"""TaskGraph and budget to MemGraph: pure functions, no jax."""

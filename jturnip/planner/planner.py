@@ -1,0 +1,396 @@
+"""TaskGraph and budget to MemGraph: TURNIP's two horizons (sections 5 and 6 of the paper).
+
+The serial order of the tasks is simulated once. The *allocation horizon* runs ahead,
+reserving slots and issuing reloads as long as nothing must leave; the *execution horizon*
+emits runs and frees what is used up. Where the two meet and memory is short, victims are
+evicted. Every re-use of bytes becomes an edge to the op that freed them, so that any order
+of the result that keeps its edges is correct and fits, and the simulated one can finish.
+
+Where it differs from the paper: a buffer that still has its host copy is dropped without a
+write; a slot is a set of ranges, so nothing is ever compacted; a task's workspace has a
+slot; reloads are issued when the allocation horizon passes their first reader, as in the
+authors' first implementation.
+"""
+
+import heapq
+from collections import deque
+
+from jturnip.errors import DoesNotFit
+from jturnip.graph.memgraph import (
+    Dep,
+    DepKind,
+    Instance,
+    InstanceId,
+    MemGraph,
+    Op,
+    OpId,
+    OpKind,
+    Ranges,
+)
+from jturnip.graph.taskgraph import BufferId, Place, Task, TaskGraph, TaskId
+from jturnip.planner.allocator import Arena, padded
+from jturnip.planner.strategies import STRATEGIES, Strategy
+from jturnip.units import format_bytes
+
+
+_NEVER = 1 << 60  # the next use of a buffer that no task will read again
+
+
+def plan(graph: TaskGraph, gpu_bytes: int, strategy: str = "turnip") -> MemGraph:
+    """Plans `graph` in `gpu_bytes` of device memory.
+
+    Args:
+      graph: what to compute; its order is the one simulated.
+      gpu_bytes: size of the arena, in bytes.
+      strategy: a key of `STRATEGIES`.
+
+    Returns:
+      A MemGraph. It is not verified here: `verify` shares nothing with this module.
+
+    Raises:
+      DoesNotFit: where one task, or the arrays the caller keeps, need more.
+    """
+    check_budget(graph, gpu_bytes)
+    builder = _Builder(graph, gpu_bytes, STRATEGIES[strategy])
+    reserved = executed = 0
+    while executed < len(graph.tasks):
+        if reserved < len(graph.tasks) and builder.reserve(reserved, executed):
+            reserved += 1
+        elif reserved == executed:
+            builder.make_room(executed)
+        else:
+            builder.execute(executed)
+            executed += 1
+    return builder.build()
+
+
+def resident_bytes(graph: TaskGraph) -> int:
+    """Device bytes of arrays that the caller keeps during the whole call."""
+    return sum(padded(b.nbytes) for b in graph.buffers if b.pinned)
+
+
+def task_bytes(graph: TaskGraph, task: Task) -> int:
+    """Device bytes that `task` needs at once, beside the arrays the caller keeps."""
+    buffers = (graph.buffers[b] for b in task.inputs + task.outputs)
+    return padded(task.workspace) + sum(padded(b.nbytes) for b in buffers if not b.pinned)
+
+
+def smallest_budget(graph: TaskGraph) -> int:
+    """The fewest arena bytes in which `plan` succeeds."""
+    largest = max((task_bytes(graph, t) for t in graph.tasks), default=0)
+    return max(resident_bytes(graph) + largest, _bytes_at_start(graph))
+
+
+def check_budget(graph: TaskGraph, gpu_bytes: int) -> None:
+    """Raises DoesNotFit, with the numbers, where no plan can exist."""
+    needed = smallest_budget(graph)
+    if needed > gpu_bytes:
+        raise does_not_fit(graph, gpu_bytes, needed)
+
+
+def does_not_fit(graph: TaskGraph, gpu_bytes: int, needed_bytes: int) -> DoesNotFit:
+    """The error for a budget of `gpu_bytes` where `needed_bytes` are needed."""
+    asked = f"gpu_bytes is {format_bytes(gpu_bytes)}"
+    advice = f"raise gpu_bytes to at least {needed_bytes} ({format_bytes(needed_bytes)})"
+    at_start, kept = _bytes_at_start(graph), resident_bytes(graph)
+    largest = max(graph.tasks, key=lambda t: task_bytes(graph, t), default=None)
+    if largest is None or at_start > max(gpu_bytes, kept + task_bytes(graph, largest)):
+        message = (
+            f"arguments that already lie on the device take {format_bytes(at_start)};"
+            f" {asked}. Hold them in host memory with jturnip.host(tree), or {advice}."
+        )
+    else:
+        beside = f", beside {format_bytes(kept)} of arguments on the device" if kept else ""
+        remedy = "Hold those with jturnip.host(tree), " if kept else ""
+        message = (
+            f'task {largest.id} "{largest.name}" ({largest.source or "unknown line"}) needs'
+            f" {format_bytes(task_bytes(graph, largest))} at once{beside}; {asked}."
+            f" {remedy or 'Split the operation, '}or {advice}."
+        )
+    return DoesNotFit(message, needed_bytes=needed_bytes, gpu_bytes=gpu_bytes)
+
+
+def _bytes_at_start(graph: TaskGraph) -> int:
+    return sum(padded(b.nbytes) for b in graph.buffers if b.start is Place.DEVICE)
+
+
+class _Builder:
+    """The state of the simulation; lives as long as one call of `plan`.
+
+    Each buffer is in at most one slot (`_device`) and has at most one host copy (`_host`),
+    which, once made, stays valid: buffers are immutable.
+    """
+
+    def __init__(self, graph: TaskGraph, gpu_bytes: int, strategy: Strategy):
+        self._graph = graph
+        self._strategy = strategy
+        self._arena = Arena(gpu_bytes)
+        self._ops: list[Op] = []
+        self._instances: list[Instance] = []
+        self._sizes = [padded(b.nbytes) for b in graph.buffers]
+        # Present device instance and host instance of each buffer.
+        self._device: dict[BufferId, InstanceId] = {}
+        self._host: dict[BufferId, InstanceId] = {}
+        # The op that wrote an instance (absent: there at the start), and its readers.
+        self._writer: dict[InstanceId, OpId] = {}
+        self._readers: dict[InstanceId, list[OpId]] = {}
+        # Slots of outputs that the allocation horizon has passed and no run has written.
+        self._reserved: dict[BufferId, tuple[Ranges, tuple[OpId, ...]]] = {}
+        # Positions that still read each buffer, the next one last.
+        self._uses: list[list[int]] = [[] for _ in graph.buffers]
+        for task in reversed(graph.tasks):
+            for b in task.inputs:
+                self._uses[b].append(task.id)
+        self._outputs = frozenset(graph.outputs)
+        # Workspace that the reserved, unexecuted tasks will want: (position, bytes), the
+        # largest first, so that a window's maximum is at the front.
+        self._workspaces: deque[tuple[int, int]] = deque()
+        # Victims, best first, as (key, buffer); stale entries are skipped.
+        self._victims: list[tuple[tuple[bool, int], BufferId]] = []
+        # What is smaller than this leaves last: it frees next to nothing.
+        self._trifle = gpu_bytes // 4096
+        self._last_use: dict[BufferId, int] = {}
+        self._layers = strategy.layers(graph, gpu_bytes) if strategy.layers else None
+        self._first_of_layer: dict[int, int] = {}
+        if self._layers is not None:
+            for position, layer in reversed(list(enumerate(self._layers))):
+                self._first_of_layer[layer] = position
+        # The run op of each executed task.
+        self._runs: list[OpId] = []
+        self._inputs_at_start = self._place_inputs()
+
+    # -- the start and the end ---------------------------------------------------------
+
+    def _place_inputs(self) -> tuple[InstanceId, ...]:
+        start = []
+        for buffer in self._graph.buffers:
+            if buffer.start is None:
+                continue
+            on_host = buffer.start is Place.HOST
+            ranges: Ranges = ()
+            if not on_host:
+                ranges, _ = self._arena.take(self._sizes[buffer.id])
+            instance = self._add_instance(buffer.id, ranges, on_host)
+            start.append(instance)
+        for buffer in self._graph.buffers:
+            if buffer.start is Place.DEVICE:
+                if not self._uses[buffer.id]:
+                    self._drop_used_up(buffer.id)
+                else:
+                    self._offer_as_victim(buffer.id)
+        return tuple(start)
+
+    def build(self) -> MemGraph:
+        """Brings outputs back to the device where all fit, and closes the MemGraph."""
+        graph = self._graph
+        wanted = [b for b in graph.outputs if not graph.buffers[b].end_on_host]
+        away = [b for b in wanted if b not in self._device]
+        if sum(self._sizes[b] for b in away) <= self._arena.free_bytes:
+            for b in away:
+                self._reload(b, len(graph.tasks))
+        ends = tuple(
+            self._host[b] if graph.buffers[b].end_on_host else self._where(b)
+            for b in graph.outputs
+        )
+        return MemGraph(
+            self._arena.nbytes,
+            tuple(self._ops),
+            tuple(self._instances),
+            self._inputs_at_start,
+            ends,
+        )
+
+    def _where(self, b: BufferId) -> InstanceId:
+        return self._device[b] if b in self._device else self._host[b]
+
+    # -- the allocation horizon --------------------------------------------------------
+
+    def reserve(self, position: int, executed: int) -> bool:
+        """Reserves what task `position` needs if nothing must leave for it."""
+        if position > executed and not self._may_look_ahead(position, executed):
+            return False
+        task = self._graph.tasks[position]
+        reloads, nbytes = self._missing(task)
+        if nbytes + self._workspace_after(position, executed) > self._arena.free_bytes:
+            return False
+        for b in reloads:
+            self._reload(b, position)
+        for b in task.outputs:
+            self._reserved[b] = self._arena.take(self._sizes[b])
+        workspace = padded(task.workspace)
+        while self._workspaces and self._workspaces[-1][1] <= workspace:
+            self._workspaces.pop()
+        self._workspaces.append((position, workspace))
+        return True
+
+    def _may_look_ahead(self, position: int, executed: int) -> bool:
+        return self._layers is None or self._layers[position] <= self._layers[executed] + 1
+
+    def _missing(self, task: Task) -> tuple[list[BufferId], int]:
+        """Inputs to reload, and all bytes that reserving `task` takes but workspace."""
+        reloads = [b for b in task.inputs if b not in self._device and b not in self._reserved]
+        return reloads, sum(self._sizes[b] for b in (*reloads, *task.outputs))
+
+    def _workspace_after(self, position: int, executed: int) -> int:
+        """The largest workspace among the unexecuted tasks up to `position`."""
+        while self._workspaces and self._workspaces[0][0] < executed:
+            self._workspaces.popleft()
+        largest = self._workspaces[0][1] if self._workspaces else 0
+        return max(largest, padded(self._graph.tasks[position].workspace))
+
+    def make_room(self, position: int) -> None:
+        """Evicts until task `position`, the next to execute, can be reserved."""
+        task = self._graph.tasks[position]
+        keep = frozenset(task.inputs)
+        _, nbytes = self._missing(task)
+        nbytes += padded(task.workspace)
+        kept: list[tuple[tuple[bool, int], BufferId]] = []
+        while self._arena.free_bytes < nbytes:
+            entry = heapq.heappop(self._victims)
+            b = entry[1]
+            if b not in self._device or entry[0] != self._victim_key(b):
+                continue
+            if b in keep:
+                kept.append(entry)
+            else:
+                self._evict(b, position)
+        for entry in kept:
+            heapq.heappush(self._victims, entry)
+
+    # -- the execution horizon ---------------------------------------------------------
+
+    def execute(self, position: int) -> None:
+        """Emits the run of task `position` and frees what no later task reads."""
+        task = self._graph.tasks[position]
+        op = OpId(len(self._ops))
+        deps = [
+            Dep(self._writer[i], DepKind.DATA)
+            for i in (self._device[b] for b in task.inputs)
+            if i in self._writer
+        ]
+        reads = tuple(self._device[b] for b in task.inputs)
+        writes = []
+        for b in task.outputs:
+            ranges, freers = self._reserved.pop(b)
+            deps += self._memory_deps(freers, "writes", b)
+            writes.append(self._add_instance(b, ranges, on_host=False))
+        workspace, freers = self._arena.take(padded(task.workspace))
+        deps += [Dep(f, DepKind.MEMORY, "uses bytes for workspace") for f in freers]
+        if self._strategy.serial and self._runs:
+            deps.append(Dep(self._runs[-1], DepKind.ORDER, "keeps the simulated order"))
+        self._emit(OpKind.RUN, deps, reads, tuple(writes), task.id, workspace)
+        self._runs.append(op)
+        self._arena.free(workspace, op)
+        for b in task.inputs:
+            self._uses[b].pop()
+            self._after_use(b, position)
+        for b in task.outputs:
+            if self._graph.buffers[b].end_on_host:
+                self._offload(b, position)
+            self._after_use(b, position)
+
+    def _after_use(self, b: BufferId, position: int) -> None:
+        self._last_use[b] = position
+        if self._uses[b]:
+            self._offer_as_victim(b)
+        elif b not in self._outputs or self._graph.buffers[b].end_on_host:
+            self._drop_used_up(b)
+        else:
+            self._offer_as_victim(b)
+
+    def _drop_used_up(self, b: BufferId) -> None:
+        if not self._graph.buffers[b].pinned:
+            self._drop(b, "frees its bytes after the last reader")
+
+    # -- moving buffers ----------------------------------------------------------------
+
+    def _evict(self, b: BufferId, position: int) -> None:
+        """Lets `b` leave the device, keeping a host copy; free where it has one."""
+        if b not in self._host:
+            self._offload(b, position)
+        self._drop(b, "frees its bytes for others once its copy is safe")
+
+    def _offload(self, b: BufferId, position: int) -> None:
+        source = self._device[b]
+        deps = [Dep(self._writer[source], DepKind.DATA)] if source in self._writer else []
+        deps += self._order_deps(position)
+        target = self._add_instance(b, (), on_host=True)
+        self._emit(OpKind.OFFLOAD, deps, (source,), (target,))
+
+    def _reload(self, b: BufferId, position: int) -> None:
+        """Emits the reload of `b` that task `position` is the first to read."""
+        source = self._host[b]
+        deps = [Dep(self._writer[source], DepKind.DATA)] if source in self._writer else []
+        ranges, freers = self._arena.take(self._sizes[b])
+        deps += self._memory_deps(freers, "reloads", b)
+        deps += self._order_deps(position)
+        target = self._add_instance(b, ranges, on_host=False)
+        self._emit(OpKind.RELOAD, deps, (source,), (target,))
+        self._offer_as_victim(b)
+
+    def _drop(self, b: BufferId, why: str) -> None:
+        instance = self._device.pop(b)
+        waits = dict.fromkeys(self._readers.pop(instance, ()))
+        if not waits and instance in self._writer:
+            waits[self._writer[instance]] = None
+        deps = [Dep(w, DepKind.MEMORY, why) for w in waits]
+        op = self._emit(OpKind.DROP, deps, (instance,), ())
+        self._arena.free(self._instances[instance].ranges, op)
+
+    def _order_deps(self, position: int) -> list[Dep]:
+        """What a layered strategy makes a transfer for task `position` wait for."""
+        if self._layers is None or not self._runs:
+            return []
+        if position >= len(self._layers):
+            last = len(self._runs) - 1
+        else:
+            before = self._layers[position] - 1
+            # The last task before the layer ahead of this one begins.
+            last = self._first_of_layer.get(before, position) - 1
+        if not 0 <= last < len(self._runs):
+            return []
+        return [Dep(self._runs[last], DepKind.ORDER, "waits for the layer before to begin")]
+
+    # -- records -----------------------------------------------------------------------
+
+    def _emit(
+        self,
+        kind: OpKind,
+        deps: list[Dep],
+        reads: tuple[InstanceId, ...],
+        writes: tuple[InstanceId, ...],
+        task: TaskId | None = None,
+        workspace: Ranges = (),
+    ) -> OpId:
+        op = OpId(len(self._ops))
+        distinct = {d.op: d for d in reversed(deps)}
+        kept = tuple(distinct[o] for o in sorted(distinct))
+        self._ops.append(Op(op, kind, task, reads, writes, workspace, kept))
+        if kind is not OpKind.DROP:
+            for i in reads:
+                if not self._instances[i].on_host:
+                    self._readers.setdefault(i, []).append(op)
+        for i in writes:
+            self._writer[i] = op
+        return op
+
+    def _add_instance(self, b: BufferId, ranges: Ranges, on_host: bool) -> InstanceId:
+        instance = InstanceId(len(self._instances))
+        self._instances.append(Instance(instance, b, ranges, on_host))
+        (self._host if on_host else self._device)[b] = instance
+        return instance
+
+    def _memory_deps(self, freers: tuple[OpId, ...], verb: str, b: BufferId) -> list[Dep]:
+        why = f"{verb} buffer {b} into bytes it freed"
+        return [Dep(f, DepKind.MEMORY, why) for f in freers]
+
+    def _offer_as_victim(self, b: BufferId) -> None:
+        if not self._graph.buffers[b].pinned:
+            heapq.heappush(self._victims, (self._victim_key(b), b))
+
+    def _victim_key(self, b: BufferId) -> tuple[bool, int]:
+        """Smallest leaves first."""
+        trifle = self._sizes[b] < self._trifle
+        if not self._strategy.belady:
+            return trifle, self._last_use.get(b, -1)
+        return trifle, -(self._uses[b][-1] if self._uses[b] else _NEVER)

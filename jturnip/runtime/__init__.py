@@ -1,0 +1,1 @@
+"""A plan and arguments to results: the state machine, the loop, the engines."""

@@ -1,0 +1,343 @@
+"""The engines over JAX: compute by executables, transfers by `device_put`.
+
+A run's completion comes from the mark at the end of its executable; where marks are not
+built, and for transfers always, a waiter thread sleeps in `block_until_ready` and says so.
+Completions steer the order only. Data dependencies are JAX's own, so a wrong guess stalls
+and never corrupts.
+"""
+
+import concurrent.futures
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+
+from jturnip.compiler.executables import Executable
+from jturnip.errors import ExecutionError
+from jturnip.graph.memgraph import MemGraph
+from jturnip.graph.taskgraph import TaskGraph
+from jturnip.native.queue import CompletionQueue, make_queue
+from jturnip.runtime.link import LinkThreads, SimulatedLink
+from jturnip.runtime.schedule import COMPUTE, D2H, H2D, NONE, Schedule
+
+
+# How long the loop sleeps before it looks for failures that push nothing, in seconds.
+_LOOK_AGAIN = 0.2
+
+
+class Step(NamedTuple):
+    """What performing one op takes, found once per plan."""
+
+    engine: int
+    call: Callable[..., Sequence[jax.Array]] | None
+    marked: bool
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A plan with its executables: all that a run needs but the arguments."""
+
+    graph: TaskGraph
+    memgraph: MemGraph
+    schedule: Schedule
+    steps: tuple[Step, ...]
+    # For each instance, how many reloads read it; 0 for device instances.
+    host_readers: tuple[int, ...]
+    device_sharding: jax.sharding.Sharding
+    host_sharding: jax.sharding.Sharding
+
+
+def make_program(
+    graph: TaskGraph,
+    memgraph: MemGraph,
+    schedule: Schedule,
+    executables: Sequence[Executable],
+    device: jax.Device,
+) -> Program:
+    """Binds a plan to executables (indexed by `Task.executable`) and a device."""
+    host_readers = [0] * len(memgraph.instances)
+    steps = []
+    for op, engine in zip(memgraph.ops, schedule.engines, strict=True):
+        call, marked = None, False
+        if engine == COMPUTE:
+            assert op.task is not None
+            executable = executables[graph.tasks[op.task].executable]
+            call, marked = executable.call, executable.marked
+        elif engine == H2D:
+            host_readers[op.reads[0]] += 1
+        steps.append(Step(engine, call, marked, op.reads, op.writes))
+    return Program(
+        graph,
+        memgraph,
+        schedule,
+        tuple(steps),
+        tuple(host_readers),
+        jax.sharding.SingleDeviceSharding(device, memory_kind="device"),
+        jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host"),
+    )
+
+
+class DeviceEngines:
+    """One run's engines.
+
+    Invariants: `arrays[i]` is the array of instance i while it lives, else None; an op is
+    in `_in_flight` from its start to its completion.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        arrays: list[jax.Array | None],
+        donated: frozenset[int],
+        marks: "MarkSlots",
+        link: SimulatedLink | None = None,
+    ):
+        self._program = program
+        self.arrays = arrays
+        # Instances at the start that are the caller's and were given up.
+        self._donated = donated
+        self._host_readers = list(program.host_readers)
+        self._kept = frozenset(program.memgraph.outputs_at_end)
+        self._marks = marks
+        self._queue = marks.queue
+        self._slot_of: dict[int, int] = {}
+        # Arrays whose readiness is the op's completion, if all else fails.
+        self._in_flight: dict[int, Sequence[jax.Array]] = {}
+        self._errors: dict[int, BaseException] = {}
+        self._link = None if link is None else LinkThreads(link, self._queue.push)
+
+    # -- the Engines protocol ----------------------------------------------------------
+
+    now = staticmethod(time.perf_counter)
+
+    def start(self, op: int) -> None:
+        step = self._program.steps[op]
+        try:
+            if step.engine == COMPUTE:
+                self._run(op, step)
+            elif step.engine == NONE:
+                self._release(step.reads[0])
+            else:
+                self._transfer(op, step)
+        except Exception as error:
+            raise self._failure(op, error) from error
+
+    def wait(self) -> list[tuple[int, float]]:
+        while True:
+            events = self._queue.drain(_LOOK_AGAIN) or self._silent_failures()
+            if events:
+                break
+        for op, _ in events:
+            arrays = self._in_flight.pop(op, ())
+            slot = self._slot_of.pop(op, None)
+            if slot is not None:
+                self._marks.give_back(slot)
+            elif self._program.steps[op].engine == H2D:
+                self._let_go_of_source(op)
+            if op in self._errors:
+                error = self._errors[op]
+                raise self._failure(op, error) from error
+            del arrays
+        return events
+
+    def drain(self) -> None:
+        """Waits for what is in flight, then lets go of every array."""
+        for arrays in list(self._in_flight.values()):
+            with contextlib.suppress(Exception):
+                jax.block_until_ready(arrays)
+        if self._link is not None:
+            self._link.close()
+        for slot in self._slot_of.values():
+            self._marks.retire(slot)
+        self._in_flight.clear()
+        self._slot_of.clear()
+        self.arrays.clear()
+
+    def close(self) -> None:
+        """After a run that went well."""
+        if self._link is not None:
+            self._link.close()
+        for instance in self._donated:
+            # Inputs that nothing read, or that were copied to the device for good.
+            array = self.arrays[instance]
+            if array is not None and instance not in self._kept:
+                array.delete()
+
+    # -- performing --------------------------------------------------------------------
+
+    def _run(self, op: int, step: Step) -> None:
+        arrays = self.arrays
+        operands = [arrays[i] for i in step.reads]
+        assert step.call is not None
+        if step.marked:
+            slot, token = self._marks.take()
+            self._queue.arm(slot, op)
+            self._slot_of[op] = slot
+            *results, mark = step.call(*operands, token)
+            self._in_flight[op] = (mark,)
+        else:
+            results = step.call(*operands)
+            self._in_flight[op] = results
+            _waiters().submit(_wait_for, [results], op, self._queue, self._errors)
+        for i, result in zip(step.writes, results, strict=True):
+            arrays[i] = result
+
+    def _transfer(self, op: int, step: Step) -> None:
+        program = self._program
+        to_host = step.engine == D2H
+        target = program.host_sharding if to_host else program.device_sharding
+        source = self.arrays[step.reads[0]]
+        began = time.perf_counter()
+        array = jax.device_put(source, target)
+        self.arrays[step.writes[0]] = array
+        self._in_flight[op] = (array,)
+        if self._link is None:
+            _waiters().submit(_wait_for, [array], op, self._queue, self._errors)
+        else:
+            _waiters().submit(
+                _wait_for_link,
+                [source if to_host else None, array],
+                op,
+                self._link,
+                program.schedule.moves[op],
+                to_host,
+                began,
+                self._errors,
+            )
+
+    def _release(self, instance: int) -> None:
+        array = self.arrays[instance]
+        self.arrays[instance] = None
+        if instance in self._donated and array is not None:
+            array.delete()
+
+    def _let_go_of_source(self, reload: int) -> None:
+        """Frees a host copy after its last reader."""
+        instance = self._program.steps[reload].reads[0]
+        self._host_readers[instance] -= 1
+        if self._host_readers[instance] == 0 and instance not in self._kept:
+            self._release(instance)
+
+    # -- failures ----------------------------------------------------------------------
+
+    def _silent_failures(self) -> list[tuple[int, float]]:
+        """Runs that are over although their mark never fired: they failed."""
+        now = time.perf_counter()
+        over = []
+        for op, arrays in self._in_flight.items():
+            if op in self._slot_of and all(a.is_ready() for a in arrays):
+                try:
+                    jax.block_until_ready(arrays)
+                except Exception as error:
+                    self._errors[op] = error
+                over.append((op, now))
+        # One may have fired in the meantime; then it is in the queue as well.
+        fired = {op for op, _ in self._queue.drain(0.0)}
+        return [*over, *((op, now) for op in fired.difference(op for op, _ in over))]
+
+    def _failure(self, op: int, error: BaseException) -> ExecutionError:
+        node = self._program.memgraph.ops[op]
+        if node.task is not None:
+            task = self._program.graph.tasks[node.task]
+            what = f'task {task.id} "{task.name}" ({task.source or "unknown line"})'
+        else:
+            buffer = self._program.graph.buffers[
+                self._program.memgraph.instances[node.reads[0]].buffer
+            ]
+            what = f"the {node.kind.value} of {buffer.name or f'buffer {buffer.id}'}"
+            what += f" ({buffer.nbytes} bytes)"
+        return ExecutionError(f"{what} failed: {error}")
+
+
+class MarkSlots:
+    """A queue and the slots its marks fire on, for one run at a time."""
+
+    def __init__(self, sharding: jax.sharding.Sharding):
+        self.queue: CompletionQueue = make_queue()
+        self._sharding = sharding
+        self._free: list[tuple[int, jax.Array]] = []
+        self._tokens: dict[int, jax.Array] = {}
+
+    def take(self) -> tuple[int, jax.Array]:
+        """A slot, and its number as a device array."""
+        if not self._free:
+            slot = self.queue.open_slot()
+            self._tokens[slot] = jax.device_put(
+                jax.numpy.asarray(slot, jax.numpy.int32), self._sharding
+            )
+            self._free.append((slot, self._tokens[slot]))
+        return self._free.pop()
+
+    def give_back(self, slot: int) -> None:
+        """The slot's mark has fired."""
+        self._free.append((slot, self._tokens[slot]))
+
+    def retire(self, slot: int) -> None:
+        """The slot's mark may never fire, or may fire later: never use it again."""
+        self.queue.close_slot(slot)
+        del self._tokens[slot]
+
+    def close(self) -> None:
+        """Gives every slot back to the process."""
+        for slot in list(self._tokens):
+            self.retire(slot)
+        self._free.clear()
+
+
+# -- waiter threads --------------------------------------------------------------------
+
+_POOL: concurrent.futures.ThreadPoolExecutor | None = None
+_POOL_LOCK = threading.Lock()
+
+
+def _waiters() -> concurrent.futures.ThreadPoolExecutor:
+    global _POOL
+    if _POOL is None:
+        with _POOL_LOCK:
+            if _POOL is None:
+                _POOL = concurrent.futures.ThreadPoolExecutor(
+                    16, thread_name_prefix="jturnip-waiter"
+                )
+    return _POOL
+
+
+def _wait_for(
+    arrays: list[Any], op: int, queue: CompletionQueue, errors: dict[int, BaseException]
+) -> None:
+    """Sleeps until `arrays` are ready, lets go of them, and pushes `op`."""
+    try:
+        jax.block_until_ready(arrays)
+    except BaseException as error:
+        errors[op] = error
+    arrays.clear()
+    queue.push(op)
+
+
+def _wait_for_link(
+    arrays: list[Any],
+    op: int,
+    link: LinkThreads,
+    nbytes: int,
+    to_host: bool,
+    began: float,
+    errors: dict[int, BaseException],
+) -> None:
+    """Like `_wait_for`; the link then decides when the copy is over."""
+    source, array = arrays
+    arrays.clear()
+    try:
+        if source is not None:
+            source.block_until_ready()
+            began = time.perf_counter()
+            del source
+        array.block_until_ready()
+    except BaseException as error:
+        errors[op] = error
+    array = source = None
+    link.deliver(op, nbytes, to_host, began)

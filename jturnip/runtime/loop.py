@@ -1,0 +1,68 @@
+"""Runs a schedule to its end. This is the only place that waits."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from jturnip.errors import InternalError
+from jturnip.runtime.report import Recorder, RunReport
+from jturnip.runtime.schedule import Schedule
+from jturnip.runtime.state import Limits, RunState
+
+
+class Engines(Protocol):
+    """What performs instructions: the device, or a virtual clock."""
+
+    def now(self) -> float:
+        """Seconds on the clock that completions are told in."""
+        ...
+
+    def start(self, op: int) -> None:
+        """Performs `op`; returns before it completes, except for a drop."""
+        ...
+
+    def wait(self) -> Sequence[tuple[int, float]]:
+        """Sleeps until something completes: (op, when) for all that has, at least one."""
+        ...
+
+    def drain(self) -> None:
+        """Lets what is in flight finish and forgets it. Raises nothing of its own."""
+        ...
+
+
+def run(
+    schedule: Schedule, engines: Engines, strategy: str, limits: Limits | None = None
+) -> RunReport:
+    """Starts ops as they become ready until all have completed.
+
+    Raises:
+      InternalError: ops are left, and nothing in flight could ever free them.
+      BaseException: the first error of an engine, after what was in flight has finished.
+    """
+    state = RunState(schedule, limits)
+    recorder = Recorder(schedule, engines.now())
+    try:
+        instructions = state.begin()
+        while True:
+            for op in instructions:
+                recorder.starting(op, engines.now())
+                engines.start(op)
+            if state.finished:
+                return recorder.report(strategy)
+            if not state.in_flight:
+                raise InternalError(_story(state))
+            began = engines.now()
+            events = engines.wait()
+            if state.stalled:
+                recorder.stalled(max(0.0, events[0][1] - began))
+            for op, when in events:
+                recorder.done(op, when)
+            instructions = state.handle([op for op, _ in events])
+    except BaseException:
+        engines.drain()
+        raise
+
+
+def _story(state: RunState) -> str:
+    blocked = state.blocked()
+    named = ", ".join(f"op {op} waits for {n}" for op, n in blocked[:8])
+    return f"{len(blocked)} ops can never start, nothing is in flight: {named}"

@@ -1,0 +1,107 @@
+"""What a run did, as a record, and what follows it while it happens."""
+
+from dataclasses import dataclass, field
+
+from jturnip.runtime.schedule import COMPUTE, D2H, H2D, NONE, Schedule
+from jturnip.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class RunReport:
+    """One call of a jturnip function. Times are seconds since its loop began."""
+
+    # The strategy of the plan that ran; "whole" where it ran as one executable.
+    strategy: str
+    # From the first instruction to the last completion; for "whole", the dispatch only.
+    seconds: float
+    # Time in which compute was idle while runs were left, waiting for transfers or for
+    # the bytes they free. Intervals do not overlap, so nothing is counted twice.
+    stall_seconds: float
+    h2d_bytes: int
+    d2h_bytes: int
+    # The most bytes in use at any moment, workspace and transfers in flight included.
+    peak_bytes: int
+    # Sum of the runs' own times on the device.
+    compute_seconds: float = 0.0
+    # Op ids of the plan in the order they were started, drops left out, and their times.
+    order: tuple[int, ...] = field(default=(), repr=False)
+    starts: tuple[float, ...] = field(default=(), repr=False)
+    ends: tuple[float, ...] = field(default=(), repr=False)
+
+    def summary(self) -> str:
+        """One line for people."""
+        return (
+            f"{self.strategy}: {self.seconds:.3f} s, stalled {self.stall_seconds:.3f} s,"
+            f" peak {format_bytes(self.peak_bytes)}, {format_bytes(self.h2d_bytes)} to the"
+            f" device, {format_bytes(self.d2h_bytes)} to the host"
+        )
+
+
+class Recorder:
+    """Follows one run, and makes its report.
+
+    Invariant: `live_bytes` is what dispatched and undropped instances occupy, and the
+    workspace of the run that is being dispatched.
+    """
+
+    def __init__(self, schedule: Schedule, now: float):
+        self._schedule = schedule
+        self._begin = self._end = now
+        self.live_bytes = self.peak_bytes = schedule.bytes_at_start
+        self._order: list[int] = []
+        self._starts: list[float] = []
+        self._ends: dict[int, float] = {}
+        self._stall = 0.0
+
+    def starting(self, op: int, now: float) -> None:
+        """Just before `op` is performed."""
+        schedule = self._schedule
+        if schedule.engines[op] == NONE:
+            self.live_bytes -= schedule.frees[op]
+            return
+        self.live_bytes += schedule.takes[op]
+        if self.live_bytes > self.peak_bytes:
+            self.peak_bytes = self.live_bytes
+        self.live_bytes -= schedule.gives_back[op]
+        self._order.append(op)
+        self._starts.append(now)
+
+    def done(self, op: int, when: float) -> None:
+        """`op` completed at `when`."""
+        self._ends[op] = when
+        if when > self._end:
+            self._end = when
+
+    def stalled(self, seconds: float) -> None:
+        """The loop waited with no run in flight and runs left."""
+        self._stall += seconds
+
+    def report(self, strategy: str) -> RunReport:
+        """The report, once everything has completed."""
+        schedule, begin = self._schedule, self._begin
+        starts, ends, compute, free = [], [], 0.0, begin
+        for op, start in zip(self._order, self._starts, strict=True):
+            end = self._ends[op]
+            if schedule.engines[op] == COMPUTE:
+                # The compute queue is in order: a run begins when the one before is over.
+                start = max(start, free)
+                free = end = max(end, start)
+                compute += end - start
+            starts.append(start - begin)
+            ends.append(end - begin)
+        return RunReport(
+            strategy=strategy,
+            seconds=self._end - begin,
+            stall_seconds=self._stall,
+            h2d_bytes=self._moved(H2D),
+            d2h_bytes=self._moved(D2H),
+            peak_bytes=self.peak_bytes,
+            compute_seconds=compute,
+            order=tuple(self._order),
+            starts=tuple(starts),
+            ends=tuple(ends),
+        )
+
+    def _moved(self, engine: int) -> int:
+        schedule = self._schedule
+        return sum(schedule.moves[op] for op in self._order if schedule.engines[op] == engine)

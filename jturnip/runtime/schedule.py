@@ -1,0 +1,139 @@
+"""A MemGraph made ready to run: what waits for what, and who goes first among the ready.
+
+Everything here is computed once per plan and shared by every run of it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jturnip.graph.memgraph import MemGraph, OpKind
+from jturnip.graph.taskgraph import TaskGraph
+
+
+# Which engine performs an op; small integers, since the loop compares them per op.
+COMPUTE, H2D, D2H, NONE = range(4)
+_ENGINE = {
+    OpKind.RUN: COMPUTE,
+    OpKind.RELOAD: H2D,
+    OpKind.OFFLOAD: D2H,
+    OpKind.DROP: NONE,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What the transfer engines are expected to do."""
+
+    h2d_bytes_per_second: float
+    d2h_bytes_per_second: float
+    latency_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Per op, by op id."""
+
+    # COMPUTE, H2D, D2H or NONE.
+    engines: tuple[int, ...]
+    # Number of ops it waits for, and the ops that wait for it.
+    waits: tuple[int, ...]
+    successors: tuple[tuple[int, ...], ...]
+    # Among the ready ops of an engine the lowest rank goes first; a permutation.
+    ranks: tuple[int, ...]
+    by_rank: tuple[int, ...]
+    # Predicted time on its engine.
+    seconds: tuple[float, ...]
+    # Arena bytes that its start takes (outputs, workspace or a reload's slot), that the
+    # return of its dispatch gives back (workspace), and that it frees (a drop).
+    takes: tuple[int, ...]
+    gives_back: tuple[int, ...]
+    frees: tuple[int, ...]
+    # Bytes over the link, unpadded.
+    moves: tuple[int, ...]
+    # Arena bytes occupied before the first op.
+    bytes_at_start: int
+
+
+def schedule(graph: TaskGraph, memgraph: MemGraph, link: Link) -> Schedule:
+    """Prepares a plan for `RunState`, with priorities from predicted times."""
+    ops = memgraph.ops
+    sizes = [
+        0 if i.on_host else sum(n for _, n in i.ranges) for i in memgraph.instances
+    ]
+    engines = tuple(_ENGINE[op.kind] for op in ops)
+    moves = tuple(
+        graph.buffers[memgraph.instances[op.reads[0]].buffer].nbytes if e in (H2D, D2H) else 0
+        for op, e in zip(ops, engines, strict=True)
+    )
+    seconds = tuple(
+        _seconds(graph, op.task, e, m, link)
+        for op, e, m in zip(ops, engines, moves, strict=True)
+    )
+    workspaces = tuple(sum(n for _, n in op.workspace) for op in ops)
+    frees = tuple(
+        sizes[op.reads[0]] if e == NONE else 0 for op, e in zip(ops, engines, strict=True)
+    )
+    successors: list[list[int]] = [[] for _ in ops]
+    for op in ops:
+        for dep in op.deps:
+            successors[dep.op].append(op.id)
+    ranks, by_rank = _ranks(engines, successors, seconds, frees)
+    return Schedule(
+        engines=engines,
+        waits=tuple(len(op.deps) for op in ops),
+        successors=tuple(map(tuple, successors)),
+        ranks=ranks,
+        by_rank=by_rank,
+        seconds=seconds,
+        takes=tuple(
+            sum(sizes[i] for i in op.writes) + w
+            for op, w in zip(ops, workspaces, strict=True)
+        ),
+        gives_back=workspaces,
+        frees=frees,
+        moves=moves,
+        bytes_at_start=sum(sizes[i] for i in memgraph.inputs_at_start),
+    )
+
+
+def _seconds(
+    graph: TaskGraph, task: int | None, engine: int, nbytes: int, link: Link
+) -> float:
+    if engine == COMPUTE:
+        assert task is not None
+        return graph.tasks[task].seconds
+    if engine == H2D:
+        return nbytes / link.h2d_bytes_per_second
+    if engine == D2H:
+        return nbytes / link.d2h_bytes_per_second
+    return 0.0
+
+
+def _ranks(
+    engines: Sequence[int],
+    successors: Sequence[Sequence[int]],
+    seconds: Sequence[float],
+    frees: Sequence[int],
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Transfers in planned order; runs by longest path to the end, then bytes freed."""
+    path = [0.0] * len(engines)
+    freed = [0] * len(engines)
+    for op in range(len(engines) - 1, -1, -1):
+        longest = 0.0
+        for s in successors[op]:
+            longest = max(longest, path[s])
+            freed[op] += frees[s]
+        path[op] = seconds[op] + longest
+
+    def key(op: int) -> tuple[int, float, int, int]:
+        if engines[op] == COMPUTE:
+            return (COMPUTE, -path[op], -freed[op], op)
+        return (engines[op], 0.0, 0, op)
+
+    by_rank = tuple(sorted(range(len(engines)), key=key))
+    ranks = [0] * len(engines)
+    for rank, op in enumerate(by_rank):
+        ranks[op] = rank
+    return tuple(ranks), by_rank
+
+

@@ -1,0 +1,61 @@
+"""The loop on a virtual clock: what a plan would take, without a device.
+
+Compute is one queue in order; each direction of the link moves one buffer at a time at full
+rate. A copy begins once what it depends on is really over, even where the state machine may
+issue it earlier.
+"""
+
+import heapq
+
+from jturnip.runtime.loop import run
+from jturnip.runtime.report import RunReport
+from jturnip.runtime.schedule import NONE, Schedule
+from jturnip.runtime.state import Limits
+
+
+def simulate(
+    schedule: Schedule,
+    strategy: str = "",
+    latency_seconds: float = 0.0,
+    limits: Limits | None = None,
+) -> RunReport:
+    """Runs `schedule` in virtual time, by the seconds it predicts for each op."""
+    return run(schedule, _VirtualEngines(schedule, latency_seconds), strategy, limits)
+
+
+class _VirtualEngines:
+    """Invariant: `_over[op]` is when all that `op` waits for is over, as far as started."""
+
+    def __init__(self, schedule: Schedule, latency_seconds: float):
+        self._schedule = schedule
+        self._latency = latency_seconds
+        self._now = 0.0
+        self._free = [0.0, 0.0, 0.0]
+        self._over = [0.0] * len(schedule.engines)
+        self._events: list[tuple[float, int]] = []
+
+    def now(self) -> float:
+        return self._now
+
+    def start(self, op: int) -> None:
+        engine = self._schedule.engines[op]
+        end = self._over[op]
+        if engine != NONE:
+            begin = max(self._now, self._free[engine], end)
+            end = self._free[engine] = begin + self._schedule.seconds[op]
+            if self._schedule.moves[op]:
+                end += self._latency
+            heapq.heappush(self._events, (end, op))
+        for successor in self._schedule.successors[op]:
+            if end > self._over[successor]:
+                self._over[successor] = end
+
+    def wait(self) -> list[tuple[int, float]]:
+        self._now, op = heapq.heappop(self._events)
+        events = [(op, self._now)]
+        while self._events and self._events[0][0] <= self._now:
+            events.append((heapq.heappop(self._events)[1], self._now))
+        return events
+
+    def drain(self) -> None:
+        self._events.clear()

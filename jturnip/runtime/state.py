@@ -1,0 +1,127 @@
+"""What is ready, in flight and done: a pure state machine.
+
+Events in (ops that have completed), instructions out (ops to start, in this order). There
+are no threads here, no clock and no device; the same machine drives the real engines and
+the simulator, so what is predicted is what is run.
+
+When an edge counts as satisfied depends on the op at its tail:
+- a run: at its dispatch, since the compute engine is one queue in order;
+- a drop: at once, it only lets go of references;
+- a transfer: when its copy has completed.
+"""
+
+import heapq
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from jturnip.runtime.schedule import COMPUTE, D2H, H2D, NONE, Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How many ops each engine may hold at a time.
+
+    A deep compute queue kills overlap on a GPU: a copy waits for all compute that was
+    enqueued when its destination was allocated.
+    """
+
+    compute: int = 2
+    h2d: int = 2
+    d2h: int = 2
+
+
+class RunState:
+    """One run of a schedule. Instructions must be performed in the order given."""
+
+    def __init__(self, schedule: Schedule, limits: Limits | None = None):
+        limits = limits or Limits()
+        self._schedule = schedule
+        # How many unsatisfied edges each op has; it becomes ready at zero.
+        self._waits = list(schedule.waits)
+        # Ranks of the ready ops of each engine (heaps), and free places in it.
+        self._ready: tuple[list[int], ...] = ([], [], [])
+        self._places = [limits.compute, limits.h2d, limits.d2h]
+        # Ready drops, which need no engine.
+        self._drops: list[int] = []
+        # Ops that have not completed, ops started and not completed, runs among both.
+        self.remaining = len(schedule.engines)
+        self.in_flight = 0
+        self.computing = 0
+        self.runs_left = schedule.engines.count(COMPUTE)
+
+    def begin(self) -> list[int]:
+        """The first instructions."""
+        for op, waits in enumerate(self._waits):
+            if waits == 0:
+                self._make_ready(op)
+        return self._advance()
+
+    def handle(self, done: Iterable[int]) -> list[int]:
+        """Takes ops that have completed; returns ops to start now."""
+        engines = self._schedule.engines
+        for op in done:
+            engine = engines[op]
+            self._places[engine] += 1
+            self.in_flight -= 1
+            self.remaining -= 1
+            if engine == COMPUTE:
+                self.computing -= 1
+                self.runs_left -= 1
+            else:
+                self._satisfy(op)
+        return self._advance()
+
+    @property
+    def finished(self) -> bool:
+        """Whether every op has completed."""
+        return self.remaining == 0
+
+    @property
+    def stalled(self) -> bool:
+        """Whether compute is idle although runs are left: they wait for transfers."""
+        return self.computing == 0 and self.runs_left > 0
+
+    def blocked(self) -> list[tuple[int, int]]:
+        """Ops with unsatisfied edges, and how many."""
+        return [(op, waits) for op, waits in enumerate(self._waits) if waits > 0]
+
+    def _advance(self) -> list[int]:
+        """Drops first, then transfers, then one run; until nothing more can start."""
+        ready_runs, ready_h2d, ready_d2h = self._ready
+        places, by_rank = self._places, self._schedule.by_rank
+        started: list[int] = []
+        while True:
+            while self._drops:
+                op = self._drops.pop()
+                started.append(op)
+                self.remaining -= 1
+                self._satisfy(op)
+            while ready_d2h and places[D2H]:
+                self._start(by_rank[heapq.heappop(ready_d2h)], D2H, started)
+            while ready_h2d and places[H2D]:
+                self._start(by_rank[heapq.heappop(ready_h2d)], H2D, started)
+            if not ready_runs or not places[COMPUTE]:
+                return started
+            op = by_rank[heapq.heappop(ready_runs)]
+            self._start(op, COMPUTE, started)
+            self.computing += 1
+            self._satisfy(op)
+
+    def _start(self, op: int, engine: int, started: list[int]) -> None:
+        self._places[engine] -= 1
+        self.in_flight += 1
+        started.append(op)
+
+    def _satisfy(self, op: int) -> None:
+        waits = self._waits
+        for successor in self._schedule.successors[op]:
+            waits[successor] -= 1
+            if waits[successor] == 0:
+                self._make_ready(successor)
+
+    def _make_ready(self, op: int) -> None:
+        engine = self._schedule.engines[op]
+        if engine == NONE:
+            self._drops.append(op)
+        else:
+            heapq.heappush(self._ready[engine], self._schedule.ranks[op])

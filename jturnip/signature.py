@@ -1,0 +1,145 @@
+"""Calls as flat arguments: what is static, what is donated, what to call each leaf."""
+
+import inspect
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from jturnip import compat
+from jturnip.errors import ArgumentError
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call's arguments."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    # The dynamic ones, as `jax.jit` flattens them.
+    leaves: list[Any]
+    tree: Any
+    statics: tuple[Hashable, ...]
+
+    @property
+    def traced(self) -> bool:
+        """Whether it is made under a JAX transformation."""
+        return any(isinstance(leaf, jax.core.Tracer) for leaf in self.leaves)
+
+    def key(self) -> Hashable:
+        """Equal for calls that one executable serves."""
+        return (
+            self.tree,
+            self.statics,
+            tuple(map(_leaf_key, self.leaves)),
+            compat.trace_context(),
+        )
+
+    def check_alive(self, names: Callable[[], Sequence[str]]) -> None:
+        """Raises ArgumentError for an array that was donated or deleted before."""
+        for index, leaf in enumerate(self.leaves):
+            if isinstance(leaf, jax.Array) and leaf.is_deleted():
+                raise ArgumentError(
+                    f"argument {names()[index]}, of type {leaf.dtype}{list(leaf.shape)}, was"
+                    " donated or deleted before this call. Pass the result of the call that"
+                    " it was donated to, or do not donate it."
+                )
+
+
+class Statics:
+    """Which parameters of a function are static, by position and by name, as in jax.jit."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        argnums: int | Iterable[int] | None,
+        argnames: str | Iterable[str] | None,
+    ):
+        self._signature = _signature(fn)
+        self._nums = _tuple(argnums)
+        self._names = _tuple(argnames)
+        parameters = list(self._signature.parameters.values()) if self._signature else []
+        by_position = [
+            p.name
+            for p in parameters
+            if p.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, p.POSITIONAL_ONLY)
+        ]
+        if argnums is not None and argnames is None:
+            self._names = tuple(
+                by_position[n] for n in self._nums if -len(by_position) <= n < len(by_position)
+            )
+        elif argnames is not None and argnums is None:
+            self._nums = tuple(by_position.index(n) for n in self._names if n in by_position)
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """Flattens a call."""
+        if not self._nums and not self._names:
+            leaves, tree = jax.tree.flatten((args, kwargs))
+            return Call(args, kwargs, leaves, tree, ())
+        nums = {n % len(args) for n in self._nums if -len(args) <= n < len(args)}
+        names = {n for n in self._names if n in kwargs}
+        dynamic = tuple(a for i, a in enumerate(args) if i not in nums)
+        named = {k: v for k, v in kwargs.items() if k not in names}
+        statics = (
+            *((i, args[i]) for i in sorted(nums)),
+            *((n, kwargs[n]) for n in sorted(names)),
+        )
+        leaves, tree = jax.tree.flatten((dynamic, named))
+        return Call(args, kwargs, leaves, tree, statics)
+
+    def with_leaves(self, call: Call, leaves: Sequence[Any]) -> tuple[tuple, dict[str, Any]]:
+        """The arguments of `call` with its dynamic leaves exchanged, statics as they are."""
+        dynamic, named = jax.tree.unflatten(call.tree, leaves)
+        static = dict(call.statics)
+        rest = iter(dynamic)
+        args = tuple(
+            static[i] if i in static else next(rest) for i in range(len(call.args))
+        )
+        return args, {**named, **{k: v for k, v in static.items() if isinstance(k, str)}}
+
+    def names(self, call: Call) -> tuple[str, ...]:
+        """What to call each leaf: the parameter's name and the path in its tree."""
+        nums = {i for i, _ in call.statics if isinstance(i, int)}
+        positions = [i for i in range(len(call.args)) if i not in nums]
+        parameters = list(self._signature.parameters) if self._signature else []
+
+        def name(path: tuple[Any, ...]) -> str:
+            first, second, *rest = path
+            if first.idx == 1:
+                head = str(second.key)
+            else:
+                at = positions[second.idx]
+                head = parameters[at] if at < len(parameters) else f"args[{at}]"
+            return head + jax.tree_util.keystr(tuple(rest))
+
+        paths = jax.tree_util.tree_flatten_with_path(
+            jax.tree.unflatten(call.tree, call.leaves)
+        )[0]
+        return tuple(name(path) for path, _ in paths)
+
+
+def _leaf_key(leaf: Any) -> Hashable:
+    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+        weak = getattr(leaf, "weak_type", False)
+        committed = getattr(leaf, "committed", None)
+        return (leaf.shape, leaf.dtype, weak, leaf.sharding, committed)
+    if isinstance(leaf, np.ndarray):
+        return (leaf.shape, leaf.dtype, None)
+    if isinstance(leaf, np.generic):
+        return ((), leaf.dtype, None)
+    return type(leaf)
+
+
+def _signature(fn: Callable[..., Any]) -> inspect.Signature | None:
+    try:
+        return inspect.signature(fn)
+    except (TypeError, ValueError):
+        return None
+
+
+def _tuple(value: Any) -> tuple[Any, ...]:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int | str) else tuple(value)

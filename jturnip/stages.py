@@ -1,0 +1,472 @@
+"""The stages of a jturnip function, after `jax.stages`: Traced, Lowered, Compiled.
+
+| stage | holds | allocates |
+| --- | --- | --- |
+| Traced | the jaxpr | nothing |
+| Lowered | the flat function; `plan` when first asked for | nothing |
+| Compiled | a program that can be called | what measuring its tasks takes, for a moment |
+"""
+
+import dataclasses
+import functools
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from jturnip import lowering, placement
+from jturnip.errors import ArgumentError, DoesNotFit, ExecutionError, UnsupportedError
+from jturnip.frontend.jaxpr import FlatJaxpr, flatten
+from jturnip.frontend.partition import Partitioner
+from jturnip.graph.memgraph import MemGraph
+from jturnip.graph.plan import Plan
+from jturnip.graph.taskgraph import TaskGraph
+from jturnip.placement import Arguments, Whose
+from jturnip.planner.strategies import STRATEGIES
+from jturnip.runtime.engines import DeviceEngines, MarkSlots, Program, make_program
+from jturnip.runtime.link import SimulatedLink
+from jturnip.runtime.loop import run
+from jturnip.runtime.report import RunReport
+from jturnip.signature import Call, Statics
+from jturnip.units import format_bytes
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user chose, beside the function."""
+
+    # None: what the device has free when a signature is first compiled, less a reserve.
+    gpu_bytes: int | None
+    strategy: str = "auto"
+    link: SimulatedLink | None = None
+
+    def __post_init__(self) -> None:
+        known = ("auto", "whole", *STRATEGIES)
+        if self.strategy not in known:
+            raise ValueError(
+                f"strategy={self.strategy!r} is not known; choose one of {', '.join(known)}"
+            )
+
+
+class Traced:
+    """A function traced for one signature."""
+
+    def __init__(self, jitted: Any, statics: Statics, call: Call, options: Options):
+        self._options = options
+        self._call = call
+        device, committed = placement.common_device(call.leaves)
+        self._traced = _trace(jitted, statics, call, device if committed else None)
+        donated = [info.donated for info in jax.tree.leaves(self._traced.args_info)]
+        self._arguments = Arguments(
+            tuple(map(placement.whose, call.leaves, donated)),
+            statics.names(call),
+            device,
+            committed,
+        )
+
+    @property
+    def jaxpr(self) -> Any:
+        """The jaxpr, as `jax.jit(fn).trace(...).jaxpr`."""
+        return self._traced.jaxpr
+
+    @property
+    def out_info(self) -> Any:
+        """Shapes and dtypes of the results, in their tree."""
+        return self._traced.out_info
+
+    @property
+    def args_info(self) -> Any:
+        """Shapes, dtypes and donation of the arguments, in their tree."""
+        return self._traced.args_info
+
+    def lower(self) -> "Lowered":
+        """Takes the function apart."""
+        return Lowered(self._traced, self._call, self._arguments, self._options)
+
+
+class Lowered:
+    """A function taken apart for one signature; its `plan` is made when first asked for."""
+
+    def __init__(self, traced: Any, call: Call, arguments: Arguments, options: Options):
+        self._traced = traced
+        self._call = call
+        self._options = options
+        self.gpu_bytes = (
+            options.gpu_bytes
+            if options.gpu_bytes is not None
+            else placement.free_device_bytes(arguments.device)
+        )
+        self._refusal: UnsupportedError | None = None
+        self._flat: FlatJaxpr | None = None
+        try:
+            self._flat = flatten(traced.jaxpr, _forwardable(arguments))
+        except UnsupportedError as error:
+            self._refusal = error
+        self._arguments = arguments if self._flat is None else _kept(arguments, self._flat)
+        self._lock = threading.RLock()
+
+    @property
+    def out_info(self) -> Any:
+        """Shapes and dtypes of the results, in their tree."""
+        return self._traced.out_info
+
+    def as_text(self) -> str:
+        """The jaxpr."""
+        return str(self._traced.jaxpr)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan, with estimated times. Compiles tasks to know their workspace.
+
+        Raises:
+          DoesNotFit, HostMemoryError, UnsupportedError: as `jturnip.jit` says.
+        """
+        return self._planned[0]
+
+    @functools.cached_property
+    def _planned(self) -> tuple[Plan, Any]:
+        with self._lock:
+            if self._whole is not None:
+                return _whole_plan(self._whole, self.gpu_bytes), None
+            return self._make_plan(self._split)
+
+    def _make_plan(self, candidate: lowering.Split) -> tuple[Plan, Any]:
+        strategy, link = self._options.strategy, self._options.link
+        return lowering.make_plan(candidate, self.gpu_bytes, strategy, link)
+
+    @functools.cached_property
+    def _partitioner(self) -> Partitioner:
+        if self._flat is None:
+            assert self._refusal is not None
+            raise self._refusal
+        return Partitioner(self._flat, lowering.rates(self._arguments.device))
+
+    @functools.cached_property
+    def _whole(self) -> Any | None:
+        """The function as one XLA executable if it fits and may run so, else None."""
+        strategy = self._options.strategy
+        if strategy not in ("auto", "whole"):
+            return None
+        if strategy == "auto" and self._flat is not None:
+            if not lowering.may_fit(
+                self._flat, self._partitioner, self._arguments, self.gpu_bytes
+            ):
+                return None
+        whole = self._traced.lower().compile()
+        needed = _whole_bytes(whole)
+        if needed <= self.gpu_bytes:
+            return whole
+        if strategy == "whole":
+            raise DoesNotFit(
+                f"the whole function needs {format_bytes(needed)}; gpu_bytes is"
+                f' {format_bytes(self.gpu_bytes)}. Use strategy="auto".',
+                needed_bytes=needed,
+                gpu_bytes=self.gpu_bytes,
+            )
+        if self._refusal is not None:
+            self._refusal.add_note(
+                f"As one executable it needs {format_bytes(needed)}; gpu_bytes is"
+                f" {format_bytes(self.gpu_bytes)}."
+            )
+        return None
+
+    @functools.cached_property
+    def _split(self) -> lowering.Split:
+        partitioner = self._partitioner
+        assert self._flat is not None
+        return lowering.split(self._flat, partitioner, self._arguments, self.gpu_bytes)
+
+    def compile(self) -> "Compiled":
+        """Compiles what is not compiled yet, measures the tasks, and plans with that."""
+        with self._lock:
+            if self._whole is not None:
+                runner: Runner = _WholeRunner(
+                    self._whole, self._call, self._arguments, self._traced, self.gpu_bytes
+                )
+            else:
+                candidate = lowering.measure(self._split, self.gpu_bytes)
+                plan, schedule = self._make_plan(candidate)
+                program = make_program(
+                    candidate.graph,
+                    plan.memgraph,
+                    schedule,
+                    candidate.executables,
+                    candidate.arguments.device,
+                )
+                runner = _SplitRunner(program, candidate, plan, self._options.link)
+        return Compiled(runner, self._call, self._arguments, self._traced)
+
+
+class Compiled:
+    """A program for one signature. Calls take the dynamic arguments only."""
+
+    def __init__(self, runner: "Runner", call: Call, arguments: Arguments, traced: Any):
+        self._runner = runner
+        self._in_tree = call.tree
+        self._arguments = arguments
+        self._types = [
+            (tuple(info.shape), info.dtype) for info in jax.tree.leaves(traced.args_info)
+        ]
+        self._out_tree = traced.out_tree
+        self.out_info = traced.out_info
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that calls run."""
+        return self._runner.plan
+
+    @property
+    def last_run(self) -> RunReport | None:
+        """What the last finished call did; None before the first."""
+        return self._runner.last_run
+
+    def memory_analysis(self) -> Any:
+        """XLA's analysis of the whole function where it runs whole, else the plan."""
+        whole = getattr(self._runner, "whole", None)
+        return whole.memory_analysis() if whole is not None else self.plan
+
+    def as_text(self) -> str:
+        """The plan in a few lines."""
+        return self.plan.summary()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        if tree != self._in_tree:
+            raise TypeError(
+                f"compiled for arguments in the tree {self._in_tree}, called with {tree}"
+            )
+        for leaf, (shape, dtype), whose, name in zip(
+            leaves, self._types, self._arguments.whose, self._arguments.names, strict=True
+        ):
+            found = jax.typeof(leaf)
+            if (tuple(found.shape), found.dtype) != (shape, dtype):
+                raise TypeError(f"{name} was compiled as {dtype}{list(shape)}, not {found}")
+            if whose.on_host and placement.whose(leaf, False) is Whose.CALLER_DEVICE:
+                raise ArgumentError(
+                    f"{name} was compiled to be in host memory, and is on the device. Hold"
+                    " it with jturnip.host, or lower with an array that is on the device."
+                )
+        Call(args, kwargs, leaves, tree, ()).check_alive(lambda: self._arguments.names)
+        return self.call_flat(leaves)
+
+    def call_flat(self, leaves: Sequence[Any]) -> Any:
+        """Calls with leaves that are known to be right."""
+        return jax.tree.unflatten(self._out_tree, self._runner.run(leaves))
+
+
+class Runner(Protocol):
+    """A program that takes flat arguments and gives flat results."""
+
+    plan: Plan
+    last_run: RunReport | None
+
+    def run(self, leaves: Sequence[Any]) -> Sequence[jax.Array]:
+        """Runs once."""
+        ...
+
+
+class _WholeRunner:
+    """Plain `jax.jit`, for a function that fits."""
+
+    def __init__(
+        self, whole: Any, call: Call, arguments: Arguments, traced: Any, gpu_bytes: int
+    ):
+        self.whole = whole
+        self.plan = _whole_plan(whole, gpu_bytes)
+        self.last_run: RunReport | None = None
+        self._tree = call.tree
+        device = arguments.device
+        self._device = jax.sharding.SingleDeviceSharding(device, memory_kind="device")
+        self._host = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
+        self._from_host = tuple(
+            i for i, w in enumerate(arguments.whose) if w in _HOST_ARRAYS
+        )
+        self._given_up = tuple(
+            i for i, w in enumerate(arguments.whose) if w is Whose.DONATED_HOST
+        )
+        results = [(tuple(o.shape), o.dtype) for o in jax.tree.leaves(traced.out_info)]
+        types = [(tuple(a.shape), a.dtype) for a in jax.tree.leaves(traced.args_info)]
+        self._to_host = _matched([types[i] for i in self._given_up], results)
+
+    def run(self, leaves: Sequence[Any]) -> Sequence[jax.Array]:
+        began = time.perf_counter()
+        moved_in = moved_out = 0
+        if self._from_host:
+            placed = list(leaves)
+            for i in self._from_host:
+                placed[i] = jax.device_put(leaves[i], self._device)
+                moved_in += leaves[i].nbytes
+            leaves, originals = placed, leaves
+        args, kwargs = jax.tree.unflatten(self._tree, leaves)
+        results = jax.tree.leaves(self.whole(*args, **kwargs))
+        if self._given_up:
+            for i in self._to_host:
+                results[i] = jax.device_put(results[i], self._host)
+                moved_out += results[i].nbytes
+            for i in self._given_up:
+                originals[i].delete()
+        seconds = time.perf_counter() - began
+        self.last_run = RunReport(
+            "whole", seconds, 0.0, moved_in, moved_out, self.plan.peak_bytes
+        )
+        return results
+
+
+class _SplitRunner:
+    """The event loop over a plan. One run at a time: the budget is for all of them."""
+
+    def __init__(
+        self,
+        program: Program,
+        candidate: lowering.Split,
+        plan: Plan,
+        link: SimulatedLink | None,
+    ):
+        self.plan = plan
+        self.last_run: RunReport | None = None
+        self._program = program
+        self._link = link
+        self._lock = threading.Lock()
+        self._marks: MarkSlots | None = None
+        whose = candidate.arguments.whose
+        memgraph = program.memgraph
+        at_start = {memgraph.instances[i].buffer: i for i in memgraph.inputs_at_start}
+        # The flat arguments' buffers come first, then the constants'.
+        self._arguments = tuple((at_start[i], w) for i, w in enumerate(whose))
+        self._constants = tuple(
+            (at_start[len(whose) + k], placement.whose(array, False), array)
+            for k, (_, array) in enumerate(candidate.flat.constants)
+        )
+        self._donated = frozenset(i for i, w in self._arguments if w.donated)
+        ends = dict(zip(program.graph.outputs, memgraph.outputs_at_end, strict=True))
+        inputs = {v: i for i, v in enumerate(candidate.flat.inputs)}
+        # For each result the instance that holds it, or the argument that is returned.
+        self._results = tuple(
+            (True, inputs[v]) if b is None else (False, ends[b])
+            for v, b in zip(candidate.flat.outputs, candidate.result_buffers, strict=True)
+        )
+
+    def run(self, leaves: Sequence[Any]) -> Sequence[jax.Array]:
+        with self._lock:
+            marks = self._marks or MarkSlots(self._program.device_sharding)
+            self._marks = None
+            arrays = self._place(leaves)
+            engines = DeviceEngines(self._program, arrays, self._donated, marks, self._link)
+            try:
+                report = run(self._program.schedule, engines, self.plan.strategy)
+                results = [
+                    leaves[at] if returned else arrays[at] for returned, at in self._results
+                ]
+                _raise_failures(results)
+                engines.close()
+            except BaseException:
+                arrays.clear()
+                marks.close()
+                raise
+            self._marks = marks
+            self.last_run = report
+        return results
+
+    def _place(self, leaves: Sequence[Any]) -> list[Any]:
+        arrays: list[Any] = [None] * len(self._program.memgraph.instances)
+        for (instance, whose), leaf in zip(self._arguments, leaves, strict=True):
+            arrays[instance] = self._placed(leaf, whose)
+        for instance, whose, array in self._constants:
+            arrays[instance] = self._placed(array, whose)
+        return arrays
+
+    def _placed(self, leaf: Any, whose: Whose) -> jax.Array:
+        if isinstance(leaf, jax.Array) and whose not in _OURS:
+            return leaf
+        program = self._program
+        sharding = program.host_sharding if whose.on_host else program.device_sharding
+        return jax.device_put(leaf, sharding)
+
+
+_OURS = (Whose.OURS_DEVICE, Whose.OURS_HOST)
+_HOST_ARRAYS = (Whose.CALLER_HOST, Whose.DONATED_HOST)
+
+
+def _raise_failures(results: Sequence[Any]) -> None:
+    try:
+        jax.block_until_ready(results)
+    except Exception as error:
+        raise ExecutionError(f"a result could not be computed: {error}") from error
+
+
+def _trace(jitted: Any, statics: Statics, call: Call, device: jax.Device | None) -> Any:
+    """Traces as if all arrays were on the device: where they lie is the plan's matter."""
+    sharding = None if device is None else jax.sharding.SingleDeviceSharding(device)
+
+    def strip(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+            return leaf
+        weak = getattr(leaf, "weak_type", False)
+        return jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, weak_type=weak, sharding=sharding
+        )
+
+    args, kwargs = statics.with_leaves(call, list(map(strip, call.leaves)))
+    return jitted.trace(*args, **kwargs)
+
+
+def _forwardable(arguments: Arguments) -> frozenset[int]:
+    """Arguments that may be returned as they are: arrays of JAX's, wherever they lie."""
+    return frozenset(i for i, w in enumerate(arguments.whose) if w not in _OURS)
+
+
+def _kept(arguments: Arguments, flat: FlatJaxpr) -> Arguments:
+    """An argument that is returned as it is lives on, donated or not."""
+    returned = frozenset(flat.outputs)
+    alive = {
+        Whose.DONATED_DEVICE: Whose.CALLER_DEVICE,
+        Whose.DONATED_HOST: Whose.CALLER_HOST,
+    }
+    whose = tuple(
+        alive.get(w, w) if v in returned else w
+        for v, w in zip(flat.inputs, arguments.whose, strict=True)
+    )
+    return dataclasses.replace(arguments, whose=whose)
+
+
+def _matched(donated: Sequence[Any], results: Sequence[Any]) -> tuple[int, ...]:
+    """Results that re-use donated arguments of their type, first come first served."""
+    left = list(donated)
+    matched = []
+    for i, result in enumerate(results):
+        if result in left:
+            left.remove(result)
+            matched.append(i)
+    return tuple(matched)
+
+
+def _whole_bytes(whole: Any) -> int:
+    """Device bytes of a whole executable, by XLA's own analysis."""
+    memory = whole.memory_analysis()
+    return int(
+        memory.argument_size_in_bytes
+        + memory.output_size_in_bytes
+        - memory.alias_size_in_bytes
+        + memory.temp_size_in_bytes
+    )
+
+
+def _whole_plan(whole: Any, gpu_bytes: int) -> Plan:
+    return Plan(
+        gpu_bytes=gpu_bytes,
+        peak_bytes=_whole_bytes(whole),
+        h2d_bytes=0,
+        d2h_bytes=0,
+        host_bytes=0,
+        predicted_seconds=0.0,
+        lower_bound_seconds=0.0,
+        strategy="whole",
+        taskgraph=TaskGraph((), (), ()),
+        memgraph=MemGraph(gpu_bytes, (), (), (), ()),
+    )
+
+

@@ -1,0 +1,90 @@
+"""Every strategy, on random graphs: right, within the budget, and as economical as said."""
+
+import pytest
+from hypothesis import given, settings, strategies as st
+from support import GraphBuilder, assert_plan_is_right, streaming_chain, taskgraphs
+
+from jturnip.errors import DoesNotFit
+from jturnip.graph.memgraph import DepKind, OpKind
+from jturnip.graph.taskgraph import Place
+from jturnip.planner.planner import plan, smallest_budget
+from jturnip.planner.strategies import STRATEGIES
+from jturnip.planner.verify import peak_bytes, verify
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@given(data=st.data())
+@settings(max_examples=40, deadline=None)
+def test_every_order_of_a_plan_computes_the_function(strategy, data):
+    graph = data.draw(taskgraphs())
+    least = smallest_budget(graph)
+    everything = sum(-(-b.nbytes // 256) * 256 for b in graph.buffers) + least
+    budget = data.draw(st.integers(least, everything + 1))
+    memgraph = plan(graph, budget, strategy)
+    assert_plan_is_right(graph, memgraph, orders=5)
+    assert peak_bytes(memgraph) <= budget
+
+
+@given(taskgraphs())
+@settings(max_examples=100, deadline=None)
+def test_one_byte_less_than_the_smallest_budget_is_refused(graph):
+    least = smallest_budget(graph)
+    verify(graph, plan(graph, least))
+    if least:
+        with pytest.raises(DoesNotFit) as refusal:
+            plan(graph, least - 1)
+        assert refusal.value.needed_bytes == least
+        assert refusal.value.gpu_bytes == least - 1
+
+
+def test_the_same_input_gives_the_same_plan():
+    graph = streaming_chain(200, [1000, 3000])
+    budget = 2 * smallest_budget(graph)
+    for strategy in STRATEGIES:
+        assert plan(graph, budget, strategy) == plan(graph, budget, strategy)
+
+
+def test_a_buffer_with_a_host_copy_leaves_without_a_write():
+    # One weight is read by the first and the last task; between them others need its room.
+    g = GraphBuilder()
+    weight = g.input(1024)
+    others = [g.input(1024) for _ in range(4)]
+    x = g.input(256)
+    for w in (weight, *others, weight):
+        (x,) = g.task([x, w], 256)
+    graph = g.build(outputs=[x])
+    memgraph = plan(graph, smallest_budget(graph))
+    kinds = [op.kind for op in memgraph.ops]
+    reloaded = [
+        memgraph.instances[op.reads[0]].buffer
+        for op in memgraph.ops
+        if op.kind is OpKind.RELOAD
+    ]
+    assert kinds.count(OpKind.OFFLOAD) == 0
+    assert reloaded.count(weight) == 2
+
+
+def test_every_memory_dependency_says_why():
+    graph = streaming_chain(50, [1000])
+    for op in plan(graph, smallest_budget(graph)).ops:
+        assert all(d.why for d in op.deps if d.kind is not DepKind.DATA)
+
+
+def test_nothing_moves_when_everything_fits():
+    g = GraphBuilder()
+    x = g.input(1000, start=Place.DEVICE)
+    for _ in range(10):
+        (x,) = g.task([x], 1000)
+    memgraph = plan(g.build(outputs=[x]), 1 << 20)
+    assert not any(op.kind in (OpKind.OFFLOAD, OpKind.RELOAD) for op in memgraph.ops)
+
+
+def test_fixed_order_holds_every_run_after_the_one_before():
+    graph = streaming_chain(30, [1000])
+    runs = [
+        op
+        for op in plan(graph, 2 * smallest_budget(graph), "fixed_order").ops
+        if op.kind is OpKind.RUN
+    ]
+    for before, after in zip(runs, runs[1:], strict=False):
+        assert before.id in {d.op for d in after.deps}

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from jturnip import compat
 from jturnip.errors import UnsupportedError
 from jturnip.runtime.link import SimulatedLink
 from jturnip.runtime.report import RunReport
@@ -77,9 +78,7 @@ def jit(
             f"jturnip.jit does not take {', '.join(asked)}. Place the arguments with"
             " jax.device_put or jturnip.host instead."
         )
-    options = Options(
-        None if gpu_bytes is None else parse_bytes(gpu_bytes), strategy, link
-    )
+    options = Options(None if gpu_bytes is None else parse_bytes(gpu_bytes), strategy, link)
     keywords = {
         "static_argnums": static_argnums,
         "static_argnames": static_argnames,
@@ -98,7 +97,7 @@ class Wrapped:
 
     def __init__(self, fn: Callable[..., Any], options: Options, keywords: dict[str, Any]):
         functools.update_wrapper(self, fn)
-        self._jitted = jax.jit(fn, **keywords)
+        self._jitted: Any = jax.jit(fn, **keywords)
         self._options = options
         self._statics = Statics(fn, keywords["static_argnums"], keywords["static_argnames"])
         self._compiled: OrderedDict[Hashable, Compiled] = OrderedDict()
@@ -108,7 +107,7 @@ class Wrapped:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs `fn`; under a transformation of JAX it is inlined as `jax.jit`'s is."""
         call = self._statics.call(args, kwargs)
-        if call.traced or jax.config.jax_disable_jit:
+        if call.traced or compat.jit_is_disabled():
             return self._jitted(*args, **kwargs)
         call.check_alive(lambda: self._statics.names(call))
         compiled = self._find(call)

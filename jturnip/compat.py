@@ -1,16 +1,24 @@
 """The only module that touches private JAX API; each use has a public fallback.
 
-| what | private | without it |
+| private | what for | without it |
 | --- | --- | --- |
-| the user's file and line of an equation | `jax._src.source_info_util.summarize` | no line |
-| everything that changes how a function traces | `jax._src.config.trace_context` | x64 and matmul precision |
+| `jax._src.source_info_util.summarize` | the user's file and line | no line |
+| `jax._src.config.trace_context` | what changes how a function traces | the x64 mode |
+
+It also reads what JAX offers publicly but does not describe to type checkers.
 """
 
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 
+
+# `jax.Device`, which is a variable to type checkers.
+Device: TypeAlias = Any
+
+# The state of `jax.config`, whose attributes are made at run time.
+_config: Any = jax.config
 
 try:
     from jax._src.source_info_util import summarize as _summarize
@@ -41,4 +49,17 @@ def trace_context() -> Hashable:
             return _trace_context()
         except Exception:  # as above
             pass
-    return (jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision)
+    return (_config.jax_enable_x64, _config.jax_default_matmul_precision)
+
+
+def jit_is_disabled() -> bool:
+    """Whether the user runs under `jax.disable_jit`."""
+    return bool(_config.jax_disable_jit)
+
+
+def default_device() -> Device:
+    """The device that `jax.jit` would use for uncommitted arguments."""
+    chosen = _config.jax_default_device
+    if isinstance(chosen, str):
+        return jax.devices(chosen)[0]
+    return chosen if chosen is not None else jax.devices()[0]

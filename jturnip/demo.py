@@ -177,13 +177,13 @@ def _train_with_jturnip(
         reports.append(step.last_run)
         bar.update()
     # The first call traces, plans and compiles before it runs.
-    setup_seconds = seconds[0] - reports[0].seconds
-    seconds[0] = reports[0].seconds
+    first, *later = seconds
+    a_step = _middle(later or [reports[0].seconds])
     training = Training(
         losses=tuple(losses),
         peak_bytes=max(report.peak_bytes for report in reports),
-        seconds=_middle(seconds),
-        setup_seconds=setup_seconds,
+        seconds=a_step,
+        setup_seconds=first - a_step,
         h2d_bytes=int(_middle([report.h2d_bytes for report in reports])),
         d2h_bytes=int(_middle([report.d2h_bytes for report in reports])),
         stall_seconds=_middle([report.stall_seconds for report in reports]),

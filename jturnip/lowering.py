@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from jturnip import compat, placement
+from jturnip.compat import Device
 from jturnip.compiler import executables as compiler
 from jturnip.compiler.executables import Executable
 from jturnip.errors import HostMemoryError
@@ -72,12 +73,12 @@ class Split:
     result_buffers: tuple[BufferId | None, ...]
 
 
-def rates(device: jax.Device) -> DeviceRates:
+def rates(device: Device) -> DeviceRates:
     """What is expected of a device's arithmetic and memory."""
     return _RATES["cpu" if device.platform == "cpu" else "gpu"]
 
 
-def link_of(device: jax.Device, simulated: SimulatedLink | None) -> Link:
+def link_of(device: Device, simulated: SimulatedLink | None) -> Link:
     """What is expected of the link to a device."""
     if simulated is not None:
         return Link(
@@ -184,7 +185,9 @@ def _build(
         nbytes = flat.types[value].nbytes
         buffers.append(Buffer(of_value[value], nbytes, role, **fields))
 
-    for value, whose, name in zip(flat.inputs, arguments.whose, arguments.names, strict=True):
+    for value, whose, name in zip(
+        flat.inputs, arguments.whose, arguments.names, strict=True
+    ):
         add(value, Role.INPUT, name=name, **_start(whose))
     for number, (value, array) in enumerate(flat.constants):
         name = f"closed-over array {number}"
@@ -238,7 +241,7 @@ def _task(
     group: Group,
     index: int,
     of_value: dict[int, BufferId],
-    device: jax.Device,
+    device: Device,
     compiled: compiler.Compiled | None,
 ) -> Task:
     lead = flat.equations[compiler.lead_equation(flat, group)]
@@ -286,7 +289,9 @@ def measure(candidate: Split, gpu_bytes: int) -> Split:
         jax.sharding.SingleDeviceSharding(device, memory_kind="device"),
     )
     tasks = tuple(
-        dataclasses.replace(t, seconds=candidate.executables[t.executable].seconds or t.seconds)
+        dataclasses.replace(
+            t, seconds=candidate.executables[t.executable].seconds or t.seconds
+        )
         for t in candidate.graph.tasks
     )
     return dataclasses.replace(
@@ -353,7 +358,7 @@ def _figures(
     )
 
 
-def _check_host(plan: Plan, device: jax.Device) -> None:
+def _check_host(plan: Plan, device: Device) -> None:
     limit, why = placement.host_bytes_limit(device)
     if plan.host_bytes > limit:
         raise HostMemoryError(
@@ -365,7 +370,7 @@ def _check_host(plan: Plan, device: jax.Device) -> None:
 
 @contextlib.contextmanager
 def _without_cycle_collection() -> Iterator[None]:
-    """Planning makes many records and no cycles; looking for those takes most of its time."""
+    """Planning makes many records and no cycles; looking for those takes long."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
+from jturnip import compat
+from jturnip.compat import Device
 from jturnip.errors import UnsupportedError
 
 
@@ -59,22 +61,14 @@ def host(tree: Tree) -> Tree:
     """
 
     def copy(leaf: Any) -> jax.Array:
-        device = device_of(leaf) or default_device()
+        device = device_of(leaf) or compat.default_device()
         sharding = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
         return jax.device_put(leaf, sharding, may_alias=False)
 
     return jax.block_until_ready(jax.tree.map(copy, tree))
 
 
-def default_device() -> jax.Device:
-    """The device that `jax.jit` would use for uncommitted arguments."""
-    chosen = jax.config.jax_default_device
-    if isinstance(chosen, str):
-        return jax.devices(chosen)[0]
-    return chosen if chosen is not None else jax.devices()[0]
-
-
-def device_of(leaf: Any) -> jax.Device | None:
+def device_of(leaf: Any) -> Device | None:
     """The one device of an array, None for what is no JAX array."""
     sharding = getattr(leaf, "sharding", None)
     if sharding is None or not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
@@ -89,7 +83,7 @@ def device_of(leaf: Any) -> jax.Device | None:
 
 
 def whose(leaf: Any, donated: bool) -> Whose:
-    """Classifies one argument. A ShapeDtypeStruct without sharding is like a numpy array."""
+    """Classifies one argument; a struct without a sharding counts as a numpy array."""
     sharding = getattr(leaf, "sharding", None)
     if sharding is not None and isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         if sharding.memory_kind in (None, "device"):
@@ -106,7 +100,7 @@ def _itemsize(dtype: Any) -> int:
     return getattr(dtype, "itemsize", 4)
 
 
-def free_device_bytes(device: jax.Device) -> int:
+def free_device_bytes(device: Device) -> int:
     """What `gpu_bytes=None` means: the device's free bytes, less a reserve of a tenth.
 
     A backend without allocator figures (the CPU's) has what the host has.
@@ -118,7 +112,7 @@ def free_device_bytes(device: jax.Device) -> int:
     return int(free * 0.9)
 
 
-def arena_bytes(gpu_bytes: int, device: jax.Device) -> int:
+def arena_bytes(gpu_bytes: int, device: Device) -> int:
     """The part of the budget that plans may use.
 
     The rest covers what no plan can see: our own few bytes and, where an allocator rounds
@@ -128,7 +122,7 @@ def arena_bytes(gpu_bytes: int, device: jax.Device) -> int:
     return max(0, gpu_bytes - BOOKKEEPING - rounding)
 
 
-def gpu_bytes_for(arena: int, device: jax.Device) -> int:
+def gpu_bytes_for(arena: int, device: Device) -> int:
     """The budget whose arena holds `arena` bytes; the inverse of `arena_bytes`."""
     asked = arena + BOOKKEEPING
     while arena_bytes(asked, device) < arena:
@@ -148,7 +142,7 @@ def host_memory_available() -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def host_bytes_limit(device: jax.Device) -> tuple[int, str]:
+def host_bytes_limit(device: Device) -> tuple[int, str]:
     """What pinned host copies may take, and why no more."""
     available = host_memory_available()
     if device.platform == "cpu":
@@ -165,18 +159,18 @@ class Arguments:
 
     whose: tuple[Whose, ...]
     names: tuple[str, ...]
-    device: jax.Device
+    device: Device
     # Whether `device` was chosen by committed arguments.
     committed: bool
 
 
-def common_device(leaves: Sequence[Any]) -> tuple[jax.Device, bool]:
+def common_device(leaves: Sequence[Any]) -> tuple[Device, bool]:
     """The device that a call runs on, and whether its arguments chose it.
 
     Raises:
       UnsupportedError: for arguments committed to different devices.
     """
-    chosen: dict[jax.Device, None] = {}
+    chosen: dict[Device, None] = {}
     for leaf in leaves:
         device = device_of(leaf)
         if device is not None and getattr(leaf, "committed", True):
@@ -188,4 +182,4 @@ def common_device(leaves: Sequence[Any]) -> tuple[jax.Device, bool]:
         )
     if chosen:
         return next(iter(chosen)), True
-    return default_device(), False
+    return compat.default_device(), False

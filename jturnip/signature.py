@@ -1,5 +1,6 @@
 """Calls as flat arguments: what is static, what is donated, what to call each leaf."""
 
+import functools
 import inspect
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
@@ -7,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from jturnip import compat
 from jturnip.errors import ArgumentError
@@ -21,28 +23,36 @@ class Call:
     # The dynamic ones, as `jax.jit` flattens them.
     leaves: list[Any]
     tree: Any
-    statics: tuple[Hashable, ...]
+    # (position or keyword, value) of the static ones.
+    statics: tuple[tuple[int | str, Any], ...]
 
     @property
     def traced(self) -> bool:
         """Whether it is made under a JAX transformation."""
-        return any(isinstance(leaf, jax.core.Tracer) for leaf in self.leaves)
+        return any([isinstance(leaf, Tracer) for leaf in self.leaves])
 
     def key(self) -> Hashable:
         """Equal for calls that one executable serves."""
-        return (
-            self.tree,
-            self.statics,
-            tuple(map(_leaf_key, self.leaves)),
-            compat.trace_context(),
-        )
+        array = _array_type()
+        # A list of plain attributes for what is nearly always an array: this is done for
+        # every leaf of every call. An array's abstract value knows its memory kind.
+        leaves = [
+            (leaf.aval, leaf.sharding, leaf.committed)
+            if type(leaf) is array
+            else _leaf_key(leaf)
+            for leaf in self.leaves
+        ]
+        return (self.tree, self.statics, tuple(leaves), compat.trace_context())
 
     def check_alive(self, names: Callable[[], Sequence[str]]) -> None:
         """Raises ArgumentError for an array that was donated or deleted before."""
+        array = _array_type()
+        if not any([leaf.is_deleted() for leaf in self.leaves if type(leaf) is array]):
+            return
         for index, leaf in enumerate(self.leaves):
-            if isinstance(leaf, jax.Array) and leaf.is_deleted():
+            if type(leaf) is array and leaf.is_deleted():
                 raise ArgumentError(
-                    f"argument {names()[index]}, of type {leaf.dtype}{list(leaf.shape)}, was"
+                    f"argument {names()[index]}, {leaf.dtype}{list(leaf.shape)}, was"
                     " donated or deleted before this call. Pass the result of the call that"
                     " it was donated to, or do not donate it."
                 )
@@ -68,10 +78,14 @@ class Statics:
         ]
         if argnums is not None and argnames is None:
             self._names = tuple(
-                by_position[n] for n in self._nums if -len(by_position) <= n < len(by_position)
+                by_position[n]
+                for n in self._nums
+                if -len(by_position) <= n < len(by_position)
             )
         elif argnames is not None and argnums is None:
-            self._nums = tuple(by_position.index(n) for n in self._names if n in by_position)
+            self._nums = tuple(
+                by_position.index(n) for n in self._names if n in by_position
+            )
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Flattens a call."""
@@ -89,8 +103,10 @@ class Statics:
         leaves, tree = jax.tree.flatten((dynamic, named))
         return Call(args, kwargs, leaves, tree, statics)
 
-    def with_leaves(self, call: Call, leaves: Sequence[Any]) -> tuple[tuple, dict[str, Any]]:
-        """The arguments of `call` with its dynamic leaves exchanged, statics as they are."""
+    def with_leaves(
+        self, call: Call, leaves: Sequence[Any]
+    ) -> tuple[tuple, dict[str, Any]]:
+        """The arguments of `call` with its dynamic leaves exchanged."""
         dynamic, named = jax.tree.unflatten(call.tree, leaves)
         static = dict(call.statics)
         rest = iter(dynamic)
@@ -120,11 +136,16 @@ class Statics:
         return tuple(name(path) for path, _ in paths)
 
 
+@functools.cache
+def _array_type() -> type:
+    """The class of concrete arrays; PRNG keys have another."""
+    return type(jax.device_put(np.int32(0)))
+
+
 def _leaf_key(leaf: Any) -> Hashable:
     if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         weak = getattr(leaf, "weak_type", False)
-        committed = getattr(leaf, "committed", None)
-        return (leaf.shape, leaf.dtype, weak, leaf.sharding, committed)
+        return (leaf.shape, leaf.dtype, weak, leaf.sharding)
     if isinstance(leaf, np.ndarray):
         return (leaf.shape, leaf.dtype, None)
     if isinstance(leaf, np.generic):

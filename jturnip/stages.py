@@ -11,14 +11,15 @@ import dataclasses
 import functools
 import threading
 import time
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
-import numpy as np
 
 from jturnip import lowering, placement
+from jturnip.compat import Device
 from jturnip.errors import ArgumentError, DoesNotFit, ExecutionError, UnsupportedError
 from jturnip.frontend.jaxpr import FlatJaxpr, flatten
 from jturnip.frontend.partition import Partitioner
@@ -27,7 +28,13 @@ from jturnip.graph.plan import Plan
 from jturnip.graph.taskgraph import TaskGraph
 from jturnip.placement import Arguments, Whose
 from jturnip.planner.strategies import STRATEGIES
-from jturnip.runtime.engines import DeviceEngines, MarkSlots, Program, make_program
+from jturnip.runtime.engines import (
+    DeviceEngines,
+    Program,
+    borrow_marks,
+    make_program,
+    return_marks,
+)
 from jturnip.runtime.link import SimulatedLink
 from jturnip.runtime.loop import run
 from jturnip.runtime.report import RunReport
@@ -295,20 +302,21 @@ class _WholeRunner:
     def run(self, leaves: Sequence[Any]) -> Sequence[jax.Array]:
         began = time.perf_counter()
         moved_in = moved_out = 0
+        placed = leaves
         if self._from_host:
             placed = list(leaves)
             for i in self._from_host:
                 placed[i] = jax.device_put(leaves[i], self._device)
                 moved_in += leaves[i].nbytes
-            leaves, originals = placed, leaves
-        args, kwargs = jax.tree.unflatten(self._tree, leaves)
+        args, kwargs = jax.tree.unflatten(self._tree, placed)
+        del placed
         results = jax.tree.leaves(self.whole(*args, **kwargs))
         if self._given_up:
             for i in self._to_host:
                 results[i] = jax.device_put(results[i], self._host)
                 moved_out += results[i].nbytes
             for i in self._given_up:
-                originals[i].delete()
+                leaves[i].delete()
         seconds = time.perf_counter() - began
         self.last_run = RunReport(
             "whole", seconds, 0.0, moved_in, moved_out, self.plan.peak_bytes
@@ -331,10 +339,11 @@ class _SplitRunner:
         self._program = program
         self._link = link
         self._lock = threading.Lock()
-        self._marks: MarkSlots | None = None
         whose = candidate.arguments.whose
         memgraph = program.memgraph
-        at_start = {memgraph.instances[i].buffer: i for i in memgraph.inputs_at_start}
+        at_start: dict[int, int] = {
+            memgraph.instances[i].buffer: i for i in memgraph.inputs_at_start
+        }
         # The flat arguments' buffers come first, then the constants'.
         self._arguments = tuple((at_start[i], w) for i, w in enumerate(whose))
         self._constants = tuple(
@@ -351,33 +360,33 @@ class _SplitRunner:
         )
 
     def run(self, leaves: Sequence[Any]) -> Sequence[jax.Array]:
+        program = self._program
         with self._lock:
-            marks = self._marks or MarkSlots(self._program.device_sharding)
-            self._marks = None
-            arrays = self._place(leaves)
-            engines = DeviceEngines(self._program, arrays, self._donated, marks, self._link)
+            marks = borrow_marks(program.device_sharding)
+            arrays: list[Any] = [None] * len(program.memgraph.instances)
             try:
-                report = run(self._program.schedule, engines, self.plan.strategy)
+                self._place(leaves, arrays)
+                engines = DeviceEngines(program, arrays, self._donated, marks, self._link)
+                report = run(program.schedule, engines, self.plan.strategy)
                 results = [
                     leaves[at] if returned else arrays[at] for returned, at in self._results
                 ]
                 _raise_failures(results)
                 engines.close()
-            except BaseException:
+            except BaseException as error:
                 arrays.clear()
                 marks.close()
+                _let_go(error)
                 raise
-            self._marks = marks
+            return_marks(marks)
             self.last_run = report
         return results
 
-    def _place(self, leaves: Sequence[Any]) -> list[Any]:
-        arrays: list[Any] = [None] * len(self._program.memgraph.instances)
+    def _place(self, leaves: Sequence[Any], arrays: list[Any]) -> None:
         for (instance, whose), leaf in zip(self._arguments, leaves, strict=True):
             arrays[instance] = self._placed(leaf, whose)
         for instance, whose, array in self._constants:
             arrays[instance] = self._placed(array, whose)
-        return arrays
 
     def _placed(self, leaf: Any, whose: Whose) -> jax.Array:
         if isinstance(leaf, jax.Array) and whose not in _OURS:
@@ -398,7 +407,17 @@ def _raise_failures(results: Sequence[Any]) -> None:
         raise ExecutionError(f"a result could not be computed: {error}") from error
 
 
-def _trace(jitted: Any, statics: Statics, call: Call, device: jax.Device | None) -> Any:
+def _let_go(error: BaseException | None) -> None:
+    """Clears the finished frames that an error would keep alive, and our arrays in them.
+
+    Notebooks keep the last error, and with it every local variable on its way.
+    """
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+def _trace(jitted: Any, statics: Statics, call: Call, device: Device | None) -> Any:
     """Traces as if all arrays were on the device: where they lie is the plan's matter."""
     sharding = None if device is None else jax.sharding.SingleDeviceSharding(device)
 
@@ -468,5 +487,3 @@ def _whole_plan(whole: Any, gpu_bytes: int) -> Plan:
         taskgraph=TaskGraph((), (), ()),
         memgraph=MemGraph(gpu_bytes, (), (), (), ()),
     )
-
-

@@ -1,5 +1,7 @@
 """Every strategy, on random graphs: right, within the budget, and as economical as said."""
 
+import itertools
+
 import pytest
 from hypothesis import given, settings, strategies as st
 from support import GraphBuilder, assert_plan_is_right, streaming_chain, taskgraphs
@@ -86,5 +88,5 @@ def test_fixed_order_holds_every_run_after_the_one_before():
         for op in plan(graph, 2 * smallest_budget(graph), "fixed_order").ops
         if op.kind is OpKind.RUN
     ]
-    for before, after in zip(runs, runs[1:], strict=False):
+    for before, after in itertools.pairwise(runs):
         assert before.id in {d.op for d in after.deps}

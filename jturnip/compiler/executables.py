@@ -2,8 +2,9 @@
 
 Two tasks share an executable when they are the same up to the names of their variables. An
 executable takes device arrays and gives device arrays; nothing in it moves data between
-memories. Where completion marks are there, it takes one more argument, a mark's slot, and
-gives one more result, which is written when its work is over.
+memories. It gives one more result than its task, a number that is ready when all its work
+is over. Where completion marks are there, it takes one more argument, a mark's slot, and
+that last result is the mark's.
 """
 
 import concurrent.futures
@@ -19,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jturnip.compat import Device
 from jturnip.errors import PlanningError
 from jturnip.frontend import costs
 from jturnip.frontend.jaxpr import Constant, FlatJaxpr
@@ -68,7 +70,7 @@ class Compiled:
 
 
 def compile_groups(
-    flat: FlatJaxpr, groups: Sequence[Group], device: jax.Device | None, context: Hashable
+    flat: FlatJaxpr, groups: Sequence[Group], device: Device | None, context: Hashable
 ) -> Compiled:
     """Compiles the distinct tasks among `groups`.
 
@@ -102,10 +104,7 @@ def compile_groups(
                 else:
                     futures.append(known)
             of_group.append(indices[key])
-        executables = []
-        for known in futures:
-            is_new = isinstance(known, concurrent.futures.Future)
-            executables.append(known.result() if is_new else known)
+        executables = [e if isinstance(e, Executable) else e.result() for e in futures]
     with _LOCK:
         for key, index in indices.items():
             _CACHE[key] = executables[index]
@@ -122,7 +121,7 @@ def clear_cache() -> None:
         _CACHE.clear()
 
 
-def _lower(flat: FlatJaxpr, group: Group, device: jax.Device | None, marked: bool) -> Any:
+def _lower(flat: FlatJaxpr, group: Group, device: Device | None, marked: bool) -> Any:
     """Lowers in the caller's thread, whose JAX configuration counts."""
     sharding = None if device is None else jax.sharding.SingleDeviceSharding(device)
     structs = [flat.types[v].struct(sharding) for v in group.inputs]
@@ -132,7 +131,9 @@ def _lower(flat: FlatJaxpr, group: Group, device: jax.Device | None, marked: boo
     try:
         return jax.jit(function, keep_unused=True).lower(*structs)
     except Exception as error:
-        raise PlanningError(f"task {function.__name__} cannot be lowered: {error}") from error
+        raise PlanningError(
+            f"task {function.__name__} cannot be lowered: {error}"
+        ) from error
 
 
 def _as_function(flat: FlatJaxpr, group: Group, marked: bool) -> Callable[..., Any]:
@@ -145,9 +146,9 @@ def _as_function(flat: FlatJaxpr, group: Group, marked: bool) -> Callable[..., A
             ]
             values.update(zip(equation.outputs, equation.bind(operands), strict=True))
         results = [values[v] for v in group.outputs]
-        if marked:
-            results.append(_mark(flat, group, results, arguments[-1]))
-        return results
+        # XLA makes all results of an executable ready together, so any small one will do.
+        done = _mark(flat, group, results, arguments[-1]) if marked else jnp.int32(0)
+        return [*results, done]
 
     task.__name__ = f"jturnip_{lead(flat, group)}"
     return task
@@ -191,7 +192,7 @@ def _compile(flat: FlatJaxpr, group: Group, lowered: Any, marked: bool) -> Execu
 
 
 def _is_key(dtype: Any) -> bool:
-    return jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
+    return jnp.issubdtype(dtype, jax.dtypes.extended)
 
 
 def _may_be_tried(eqn: Any) -> bool:
@@ -214,7 +215,8 @@ def try_out(executables: Sequence[Executable], sharding: jax.sharding.Sharding) 
         if not executable.may_be_tried or executable.seconds is not None:
             continue
         arguments = [
-            jax.device_put(np.zeros(a.shape, a.dtype), sharding) for a in executable.arguments
+            jax.device_put(np.zeros(a.shape, a.dtype), sharding)
+            for a in executable.arguments
         ]
         arguments += [token] if executable.marked else []
         for _ in range(2):
@@ -244,7 +246,12 @@ def group_key(flat: FlatJaxpr, group: Group) -> Hashable:
             numbers[v] = len(numbers)
         origin = equation.origin
         equations.append(
-            (origin.primitive, _params_key(origin.params), _context_key(origin.ctx), operands)
+            (
+                origin.primitive,
+                _params_key(origin.params),
+                _context_key(origin.ctx),
+                operands,
+            )
         )
     return (
         tuple(_type_key(flat.types[v]) for v in group.inputs),

@@ -42,7 +42,7 @@ class Type:
     @property
     def nbytes(self) -> int:
         """Bytes on a device; a key's are those of its data."""
-        if jax.dtypes.issubdtype(self.dtype, jax.dtypes.extended):
+        if jnp.issubdtype(self.dtype, jax.dtypes.extended):
             struct = jax.ShapeDtypeStruct(self.shape, self.dtype)
             data = jax.eval_shape(jax.random.key_data, struct)
             return data.size * data.dtype.itemsize

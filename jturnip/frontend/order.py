@@ -12,74 +12,96 @@ move:
 
 from collections import defaultdict
 from collections.abc import Sequence
-
-from jturnip.frontend.costs import HEAVY
-from jturnip.frontend.jaxpr import FlatJaxpr
+from dataclasses import dataclass
 
 
-def order_equations(
-    flat: FlatJaxpr, operands: Sequence[Sequence[int]]
-) -> tuple[list[int], set[int]]:
-    """Orders the equations of `flat`.
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Equations in a valid serial order."""
+
+    equations: tuple[int, ...]
+    # Positions at which an update's chain begins or ends: natural places to cut.
+    cuts: frozenset[int]
+
+
+def order_equations(heavy: Sequence[bool], operands: Sequence[Sequence[int]]) -> Order:
+    """Orders equations that are given in program order.
 
     Args:
-      flat: the function.
-      operands: for each equation the equations it reads from; an empty sequence with no
-        readers marks one that is left out here because its readers repeat it.
-
-    Returns:
-      Indices of equations in a valid serial order, and the positions in it at which an
-      update's chain begins or ends: natural places to cut.
+      heavy: whether each equation is heavy work.
+      operands: for each equation the earlier equations that it reads from.
     """
-    count = len(flat.equations)
-    heavy = [e.name in HEAVY for e in flat.equations]
-    readers: list[list[int]] = [[] for _ in range(count)]
-    for e in range(count):
+    everything = range(len(heavy))
+    readers: list[list[int]] = [[] for _ in everything]
+    for e in everything:
         for p in operands[e]:
             readers[p].append(e)
-    # The last heavy equation that each depends on (itself, if heavy); -1 for none.
-    anchor = [-1] * count
-    for e in range(count):
-        anchor[e] = e if heavy[e] else max((anchor[p] for p in operands[e]), default=-1)
-    leads = [False] * count
-    for e in range(count - 1, -1, -1):
-        leads[e] = heavy[e] or any(leads[r] for r in readers[e])
+    anchors = _anchors(heavy, operands)
+    leads = _leading_to_heavy(heavy, readers)
     # Chains that lead nowhere heavy, by the equation they follow, named by their ends.
     chains: defaultdict[int, list[int]] = defaultdict(list)
-    for e in range(count):
-        if not leads[e] and all(anchor[r] > anchor[e] for r in readers[e]):
-            chains[anchor[e]].append(e)
-    order: list[int] = []
-    placed = [False] * count
-    cuts: set[int] = set()
+    for e in everything:
+        if not leads[e] and all(anchors[r] > anchors[e] for r in readers[e]):
+            chains[anchors[e]].append(e)
+    placer = _Placer(operands)
+    for e in everything:
+        if leads[e] and anchors[e] >= 0:
+            placer.place(e)
+            if heavy[e]:
+                placer.place_chains(chains[e])
+    placer.place_chains(chains[-1])
+    for e in everything:
+        placer.place(e)
+    return Order(tuple(placer.order), frozenset(placer.cuts))
 
-    def place(e: int) -> None:
+
+def _anchors(heavy: Sequence[bool], operands: Sequence[Sequence[int]]) -> list[int]:
+    """The last heavy equation that each depends on, or is; -1 for none."""
+    anchors: list[int] = []
+    for e, is_heavy in enumerate(heavy):
+        before = max((anchors[p] for p in operands[e]), default=-1)
+        anchors.append(e if is_heavy else before)
+    return anchors
+
+
+def _leading_to_heavy(
+    heavy: Sequence[bool], readers: Sequence[Sequence[int]]
+) -> list[bool]:
+    """Whether each is heavy, or something heavy depends on it."""
+    leads = list(heavy)
+    for e in range(len(heavy) - 1, -1, -1):
+        leads[e] = leads[e] or any(leads[r] for r in readers[e])
+    return leads
+
+
+class _Placer:
+    """Invariant: all operands of what is in `order` stand before it."""
+
+    def __init__(self, operands: Sequence[Sequence[int]]):
+        self.order: list[int] = []
+        self.cuts: set[int] = set()
+        self._operands = operands
+        self._placed = [False] * len(operands)
+
+    def place(self, e: int) -> None:
         """Puts `e` next, after whatever it still needs."""
-        stack = [(e, iter(operands[e]))]
+        if self._placed[e]:
+            return
+        stack = [(e, iter(self._operands[e]))]
         while stack:
             top, rest = stack[-1]
-            needed = next((p for p in rest if not placed[p]), None)
+            needed = next((p for p in rest if not self._placed[p]), None)
             if needed is not None:
-                stack.append((needed, iter(operands[needed])))
+                stack.append((needed, iter(self._operands[needed])))
                 continue
             stack.pop()
-            if not placed[top]:
-                placed[top] = True
-                order.append(top)
+            if not self._placed[top]:
+                self._placed[top] = True
+                self.order.append(top)
 
-    def place_chains(after: int) -> None:
-        for end in chains.get(after, ()):
-            cuts.add(len(order))
-            place(end)
-            cuts.add(len(order))
-
-    for e in range(count):
-        if leads[e] and anchor[e] >= 0 and not placed[e]:
-            place(e)
-            if heavy[e]:
-                place_chains(e)
-    place_chains(-1)
-    for e in range(count):
-        if not placed[e]:
-            place(e)
-    return order, cuts
+    def place_chains(self, ends: Sequence[int]) -> None:
+        """Puts whole chains next, with a cut before and after each."""
+        for end in ends:
+            self.cuts.add(len(self.order))
+            self.place(end)
+            self.cuts.add(len(self.order))

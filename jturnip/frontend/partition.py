@@ -26,11 +26,13 @@ from jturnip.frontend.order import order_equations
 
 # Equations that a reader may repeat: nothing in them but memory traffic.
 _TRIVIAL = frozenset(
-    "broadcast_in_dim iota convert_element_type reshape squeeze expand_dims transpose lt le"
-    " gt ge eq ne and or not add sub mul neg select_n copy pad concatenate slice rev".split()
+    "broadcast_in_dim iota convert_element_type reshape squeeze expand_dims transpose"
+    " lt le gt ge eq ne and or not add sub mul neg select_n copy pad concatenate slice"
+    " rev".split()
 )
 _SMALL = 4096  # bytes of a value that is not worth a thought
 _BLOWN_UP = 4  # a broadcast that grows its operand this much is repeated
+_WORTH_CUTTING = 0.7  # a cut helps if no half holds more than this share
 _DEEPEST = 12  # equations that one reader may have to repeat
 
 
@@ -62,17 +64,24 @@ class Partitioner:
             () if e in self._repeated else self._operands(e)
             for e in range(len(flat.equations))
         ]
-        order, cuts = order_equations(flat, operands)
-        kept = [(e, at in cuts) for at, e in enumerate(order)]
+        ordered = order_equations([e.name in HEAVY for e in flat.equations], operands)
+        # Repeated equations have no place of their own.
         self._order: list[int] = []
         self._cuts: set[int] = set()
-        for e, cut in kept:
-            if cut:
+        for at, e in enumerate(ordered.equations):
+            if at in ordered.cuts:
                 self._cuts.add(len(self._order))
             if e not in self._repeated:
                 self._order.append(e)
         self._position = {e: at for at, e in enumerate(self._order)}
         self._first_use, self._last_use = self._uses()
+        # Values that XLA must keep in memory even inside a task.
+        self._written_down = frozenset(
+            v
+            for e, equation in enumerate(flat.equations)
+            if equation.name in HEAVY
+            for v in (*equation.outputs, *self._reads[e])
+        )
         self._flops = [costs.flops(e, flat) for e in flat.equations]
 
     # -- equations that readers repeat -------------------------------------------------
@@ -190,7 +199,9 @@ class Partitioner:
                     ending[last + 1] = ending.get(last + 1, 0) + self._nbytes[v]
         return best
 
-    def _joined(self, segments: list[tuple[int, int]], largest: int) -> list[tuple[int, int]]:
+    def _joined(
+        self, segments: list[tuple[int, int]], largest: int
+    ) -> list[tuple[int, int]]:
         """Joins neighbours of which one is too small for a launch of its own."""
         joined: list[tuple[int, int]] = []
         small_before = False
@@ -227,14 +238,15 @@ class Partitioner:
 
     def _held(self, segment: tuple[int, int]) -> int:
         """Bytes a segment holds at once, by estimate: what enters and leaves it, and the
-        most that is alive inside it."""
+        most that is alive inside it of what heavy equations write or read. The rest is
+        fused: it is never written down."""
         begin, end = segment
         alive = most = 0
         ending: dict[int, int] = {}
         for at in range(begin, end):
             for v in self._flat.equations[self._order[at]].outputs:
                 last = self._last_use.get(v, -1)
-                if at < last < end:
+                if at < last < end and v in self._written_down:
                     alive += self._nbytes[v]
                     ending[last] = ending.get(last, 0) + self._nbytes[v]
             most = max(most, alive)
@@ -242,14 +254,21 @@ class Partitioner:
         return most + self._crossing_bytes(segment)
 
     def _split(self, segment: tuple[int, int], largest: int) -> list[tuple[int, int]]:
-        """Cuts a segment until every piece holds little enough, or is one equation."""
+        """Cuts a segment until every piece holds little enough, or is one equation.
+
+        A piece that is not much too large stays whole if cutting it would hardly help: the
+        halves of a fused chain hold about as much as the chain.
+        """
         pieces, todo = [], [segment]
         while todo:
             piece = todo.pop()
-            if piece[1] - piece[0] <= 1 or self._held(piece) <= largest:
+            held = self._held(piece)
+            halves = self._halves(piece) if held > largest else [piece]
+            helped = max(map(self._held, halves)) <= _WORTH_CUTTING * held
+            if len(halves) == 1 or (held <= 2 * largest and not helped):
                 pieces.append(piece)
             else:
-                todo += reversed(self._halves(piece))
+                todo += reversed(halves)
         return pieces
 
     def _halves(self, segment: tuple[int, int]) -> list[tuple[int, int]]:
@@ -287,4 +306,6 @@ class Partitioner:
 
 def _between(ordered: Sequence[int], lowest: int, highest: int) -> Sequence[int]:
     """The elements of a sorted sequence in [lowest, highest]."""
-    return ordered[bisect.bisect_left(ordered, lowest) : bisect.bisect_right(ordered, highest)]
+    return ordered[
+        bisect.bisect_left(ordered, lowest) : bisect.bisect_right(ordered, highest)
+    ]

@@ -60,9 +60,11 @@ class Plan:
         """A few lines for people."""
         kinds = [op.kind for op in self.memgraph.ops]
         lines = [
-            f"strategy {self.strategy}, {len(self.taskgraph.tasks)} tasks,"
-            f" {kinds.count(OpKind.OFFLOAD)} offloads, {kinds.count(OpKind.RELOAD)} reloads",
-            f"device: peak {format_bytes(self.peak_bytes)} of {format_bytes(self.gpu_bytes)}",
+            f"strategy {self.strategy}, {kinds.count(OpKind.RUN)} tasks,"
+            f" {kinds.count(OpKind.OFFLOAD)} offloads,"
+            f" {kinds.count(OpKind.RELOAD)} reloads",
+            f"device: peak {format_bytes(self.peak_bytes)}"
+            f" of {format_bytes(self.gpu_bytes)}",
             f"link: {format_bytes(self.h2d_bytes)} to the device,"
             f" {format_bytes(self.d2h_bytes)} to the host;"
             f" host copies take {format_bytes(self.host_bytes)}",

@@ -58,6 +58,10 @@ def liveness_peak(graph: TaskGraph) -> int:
         peak = max(peak, live)
         for b in (*task.inputs, *task.outputs):
             buffer = graph.buffers[b]
-            if last_use.get(b, task.id) == task.id and buffer.start is None and b not in outputs:
+            if (
+                last_use.get(b, task.id) == task.id
+                and buffer.start is None
+                and b not in outputs
+            ):
                 live -= buffer.nbytes
     return peak

@@ -228,7 +228,9 @@ class _Builder:
 
     def _missing(self, task: Task) -> tuple[list[BufferId], int]:
         """Inputs to reload, and all bytes that reserving `task` takes but workspace."""
-        reloads = [b for b in task.inputs if b not in self._device and b not in self._reserved]
+        reloads = [
+            b for b in task.inputs if b not in self._device and b not in self._reserved
+        ]
         return reloads, sum(self._sizes[b] for b in (*reloads, *task.outputs))
 
     def _workspace_after(self, position: int, executed: int) -> int:

@@ -64,8 +64,6 @@ STRATEGIES: dict[str, Strategy] = {
         # ZeRO-Inference: one layer loads while another computes.
         Strategy("layerwise", serial=True, layers=_half_budget_layers),
         # What unified memory does: a fault when a task begins, the least recently used out.
-        Strategy(
-            "on_demand", serial=True, belady=False, layers=_every_task_its_own_layer
-        ),
+        Strategy("on_demand", serial=True, belady=False, layers=_every_task_its_own_layer),
     )
 }

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jturnip.compat import Device
 from jturnip.compiler.executables import Executable
 from jturnip.errors import ExecutionError
 from jturnip.graph.memgraph import MemGraph
@@ -58,7 +59,7 @@ def make_program(
     memgraph: MemGraph,
     schedule: Schedule,
     executables: Sequence[Executable],
-    device: jax.Device,
+    device: Device,
 ) -> Program:
     """Binds a plan to executables (indexed by `Task.executable`) and a device."""
     host_readers = [0] * len(memgraph.instances)
@@ -107,8 +108,8 @@ class DeviceEngines:
         self._marks = marks
         self._queue = marks.queue
         self._slot_of: dict[int, int] = {}
-        # Arrays whose readiness is the op's completion, if all else fails.
-        self._in_flight: dict[int, Sequence[jax.Array]] = {}
+        # The array whose readiness is the op's completion.
+        self._in_flight: dict[int, Any] = {}
         self._errors: dict[int, BaseException] = {}
         self._link = None if link is None else LinkThreads(link, self._queue.push)
 
@@ -134,7 +135,7 @@ class DeviceEngines:
             if events:
                 break
         for op, _ in events:
-            arrays = self._in_flight.pop(op, ())
+            self._in_flight.pop(op, None)
             slot = self._slot_of.pop(op, None)
             if slot is not None:
                 self._marks.give_back(slot)
@@ -143,14 +144,13 @@ class DeviceEngines:
             if op in self._errors:
                 error = self._errors[op]
                 raise self._failure(op, error) from error
-            del arrays
         return events
 
     def drain(self) -> None:
         """Waits for what is in flight, then lets go of every array."""
-        for arrays in list(self._in_flight.values()):
+        for array in self._in_flight.values():
             with contextlib.suppress(Exception):
-                jax.block_until_ready(arrays)
+                array.block_until_ready()
         if self._link is not None:
             self._link.close()
         for slot in self._slot_of.values():
@@ -179,12 +179,13 @@ class DeviceEngines:
             slot, token = self._marks.take()
             self._queue.arm(slot, op)
             self._slot_of[op] = slot
-            *results, mark = step.call(*operands, token)
-            self._in_flight[op] = (mark,)
+            *results, done = step.call(*operands, token)
         else:
-            results = step.call(*operands)
-            self._in_flight[op] = results
-            _waiters().submit(_wait_for, [results], op, self._queue, self._errors)
+            *results, done = step.call(*operands)
+            _waiters().submit(_wait_for, [done], op, self._queue, self._errors)
+        # Only the last result is kept until the run is over: the others' bytes may be
+        # needed by then.
+        self._in_flight[op] = done
         for i, result in zip(step.writes, results, strict=True):
             arrays[i] = result
 
@@ -196,7 +197,7 @@ class DeviceEngines:
         began = time.perf_counter()
         array = jax.device_put(source, target)
         self.arrays[step.writes[0]] = array
-        self._in_flight[op] = (array,)
+        self._in_flight[op] = array
         if self._link is None:
             _waiters().submit(_wait_for, [array], op, self._queue, self._errors)
         else:
@@ -230,10 +231,10 @@ class DeviceEngines:
         """Runs that are over although their mark never fired: they failed."""
         now = time.perf_counter()
         over = []
-        for op, arrays in self._in_flight.items():
-            if op in self._slot_of and all(a.is_ready() for a in arrays):
+        for op, array in self._in_flight.items():
+            if op in self._slot_of and array.is_ready():
                 try:
-                    jax.block_until_ready(arrays)
+                    array.block_until_ready()
                 except Exception as error:
                     self._errors[op] = error
                 over.append((op, now))
@@ -260,7 +261,7 @@ class MarkSlots:
 
     def __init__(self, sharding: jax.sharding.Sharding):
         self.queue: CompletionQueue = make_queue()
-        self._sharding = sharding
+        self.sharding = sharding
         self._free: list[tuple[int, jax.Array]] = []
         self._tokens: dict[int, jax.Array] = {}
 
@@ -269,7 +270,7 @@ class MarkSlots:
         if not self._free:
             slot = self.queue.open_slot()
             self._tokens[slot] = jax.device_put(
-                jax.numpy.asarray(slot, jax.numpy.int32), self._sharding
+                jax.numpy.asarray(slot, jax.numpy.int32), self.sharding
             )
             self._free.append((slot, self._tokens[slot]))
         return self._free.pop()
@@ -288,6 +289,26 @@ class MarkSlots:
         for slot in list(self._tokens):
             self.retire(slot)
         self._free.clear()
+
+
+# Sets of slots that no run uses, by device; a run that went well returns its own.
+_IDLE: dict[jax.sharding.Sharding, list[MarkSlots]] = {}
+_IDLE_LOCK = threading.Lock()
+
+
+def borrow_marks(sharding: jax.sharding.Sharding) -> MarkSlots:
+    """A set of slots on a device for one run."""
+    with _IDLE_LOCK:
+        idle = _IDLE.get(sharding)
+        if idle:
+            return idle.pop()
+    return MarkSlots(sharding)
+
+
+def return_marks(marks: MarkSlots) -> None:
+    """After a run that went well, when none of its marks is still to fire."""
+    with _IDLE_LOCK:
+        _IDLE.setdefault(marks.sharding, []).append(marks)
 
 
 # -- waiter threads --------------------------------------------------------------------

@@ -104,4 +104,6 @@ class Recorder:
 
     def _moved(self, engine: int) -> int:
         schedule = self._schedule
-        return sum(schedule.moves[op] for op in self._order if schedule.engines[op] == engine)
+        return sum(
+            schedule.moves[op] for op in self._order if schedule.engines[op] == engine
+        )

@@ -57,12 +57,12 @@ class Schedule:
 def schedule(graph: TaskGraph, memgraph: MemGraph, link: Link) -> Schedule:
     """Prepares a plan for `RunState`, with priorities from predicted times."""
     ops = memgraph.ops
-    sizes = [
-        0 if i.on_host else sum(n for _, n in i.ranges) for i in memgraph.instances
-    ]
+    sizes = [0 if i.on_host else sum(n for _, n in i.ranges) for i in memgraph.instances]
     engines = tuple(_ENGINE[op.kind] for op in ops)
     moves = tuple(
-        graph.buffers[memgraph.instances[op.reads[0]].buffer].nbytes if e in (H2D, D2H) else 0
+        graph.buffers[memgraph.instances[op.reads[0]].buffer].nbytes
+        if e in (H2D, D2H)
+        else 0
         for op, e in zip(ops, engines, strict=True)
     )
     seconds = tuple(
@@ -135,5 +135,3 @@ def _ranks(
     for rank, op in enumerate(by_rank):
         ranks[op] = rank
     return tuple(ranks), by_rank
-
-

@@ -1,0 +1,113 @@
+# jturnip. From a fresh clone, `make demo` and `make test` set up an environment of their own
+# and run; when it is up to date they only run. `make help` lists everything.
+#
+#   PYTHON=python3.12   the Python to set up with: 3.11 or newer
+#   VENV=.venv          where the environment goes
+#   JAX='jax==0.11.2'   which jax to install; by default the newest that this Python takes
+#   ARGS='-k planner'   more arguments for what is run
+
+PYTHON ?= python3
+VENV ?= .venv
+JAX ?= jax
+EXTRAS ?= demo,test
+CUDA ?= cuda13
+ARGS ?=
+
+bin := $(VENV)/bin
+# The environment has jturnip, from this checkout, and what its demo and tests need.
+ready := $(VENV)/.ready
+# The same, and the tools of `make check`.
+tools := $(VENV)/.tools
+sources := $(wildcard xla_ext/*.cc xla_ext/*.h) xla_ext/CMakeLists.txt
+gpu_target := build/gpu
+# Measures even if a test fails, and then fails.
+on_gpu = $(1) -m pytest -m gpu; tests=$$?; $(1) -m benchmarks.gpu $(ARGS) && exit $$tests
+sees_gpu := -c 'import sys, jax; sys.exit(jax.default_backend() != "gpu")' 2>/dev/null
+
+.DELETE_ON_ERROR:
+.PHONY: help setup demo test check bench gpu bazel clean
+
+help:
+	@echo 'make demo    train a small Llama under jax.jit and in a quarter of its memory'
+	@echo 'make test    run the tests'
+	@echo 'make check   lint, format, types, import layers'
+	@echo 'make bench   measure on the CPU; writes docs/benchmarks.md'
+	@echo 'make gpu     measure on the GPU; writes benchmarks/results/'
+	@echo 'make bazel   build the C++ with Bazel instead, and try it'
+	@echo 'make setup   only set up $(VENV)'
+	@echo 'make clean   remove what the others made'
+
+setup: $(ready)
+
+demo: $(ready)
+	$(bin)/jturnip demo $(ARGS)
+
+test: $(ready)
+	$(bin)/python -m pytest $(ARGS)
+
+check: $(tools)
+	$(bin)/ruff check
+	$(bin)/ruff format --check
+	$(bin)/pyright --pythonpath $(bin)/python
+	$(bin)/lint-imports
+
+bench: $(ready)
+	$(bin)/python -m benchmarks.cpu $(ARGS)
+
+# Where PYTHON already has a jax that sees the GPU, that one is used, offline and without
+# changing it: jturnip goes to a folder of its own, built for that jaxlib. Else an
+# environment is set up with jax's CUDA packages.
+gpu:
+	@if $(PYTHON) $(sees_gpu); then $(MAKE) --no-print-directory gpu-here; \
+	else $(MAKE) --no-print-directory gpu-venv; fi
+
+.PHONY: gpu-here gpu-venv
+gpu-here:
+	rm -rf $(gpu_target)
+	$(PYTHON) -m pip install --quiet --no-build-isolation --no-deps --no-index \
+	  --target $(gpu_target) .
+	export PYTHONSAFEPATH=1 PYTHONPATH=$(gpu_target):. ; $(call on_gpu,$(PYTHON))
+
+gpu-venv:
+	@test -e /proc/driver/nvidia/version || command -v nvidia-smi >/dev/null || { \
+	  echo 'make gpu needs an NVIDIA GPU and its driver; this machine shows neither.'; \
+	  exit 1; }
+	$(MAKE) --no-print-directory setup VENV=$(VENV)-$(CUDA) EXTRAS=$(EXTRAS),$(CUDA)
+	@$(VENV)-$(CUDA)/bin/python $(sees_gpu) || { \
+	  echo 'jax[$(CUDA)] does not see the GPU: see $(VENV)-$(CUDA)/bin/jturnip doctor.'; \
+	  echo 'Where the driver is older, try CUDA=cuda12.'; exit 1; }
+	$(call on_gpu,$(VENV)-$(CUDA)/bin/python)
+
+bazel: $(ready)
+	@command -v bazel >/dev/null || { \
+	  echo 'make bazel needs bazel; Debian has it as bazel-bootstrap.'; exit 1; }
+	$(bin)/python -m pip install --quiet nanobind
+	PYTHON_BIN_PATH='$(abspath $(bin)/python)' xla_ext/bazel_build.sh
+
+clean:
+	rm -rf .venv* build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf *.egg-info jturnip/native/_native*.so
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Python files are used from the checkout, so that an edit needs no set-up; the C++ is built
+# by pip, and again when it changes.
+$(ready): pyproject.toml $(sources)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo 'jturnip needs Python 3.11 or newer, and $(PYTHON) is not. Name one that is:'; \
+	  echo '  make PYTHON=python3.12 $(MAKECMDGOALS)'; exit 1; }
+	@for compiler in "$$CXX" c++ g++ clang++; do \
+	  command -v "$$compiler" >/dev/null && exit 0; done; \
+	  echo 'jturnip builds a small C++ extension, and no C++ compiler is on the PATH.'; \
+	  echo 'Install one (Debian, Ubuntu: apt install g++), or name it: CXX=...'; exit 1
+	@echo 'Setting up $(VENV): once, and when pyproject.toml or xla_ext changes ...'
+	@test -x $(bin)/pip || $(PYTHON) -m venv $(VENV)
+	@$(bin)/python -m pip install --quiet --disable-pip-version-check \
+	  --editable '.[$(EXTRAS)]' '$(JAX)'
+	@touch $@
+
+# pip cannot install an extra alone: what `check` names is read from pyproject.toml.
+$(tools): $(ready)
+	@$(bin)/python -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb")); \
+	  print(*project["project"]["optional-dependencies"]["check"], sep="\n")' \
+	  | $(bin)/python -m pip install --quiet --disable-pip-version-check -r /dev/stdin
+	@touch $@

@@ -1,0 +1,251 @@
+"""How everything here is measured and shown: paired samples, their medians, one table.
+
+Two ways that are compared take turns in one process, so that they share whatever else the
+machine does, and each ratio comes from two neighbours in time.
+"""
+
+import datetime
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import re
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from jturnip.native import marks
+
+
+ROOT = pathlib.Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One measured quantity."""
+
+    name: str
+    samples: tuple[float, ...]
+    unit: str = ""
+    # At most this much is wanted; None: only reported.
+    target: float | None = None
+    # More columns of its table: title → number or text.
+    more: dict[str, float | str] = field(default_factory=dict[str, float | str])
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.samples)
+
+    @property
+    def quartiles(self) -> tuple[float, float]:
+        """Between these lies the middle half of the samples."""
+        if len(self.samples) < 2:
+            return self.samples[0], self.samples[0]
+        low, _, high = statistics.quantiles(self.samples, n=4, method="inclusive")
+        return low, high
+
+    @property
+    def verdict(self) -> str:
+        if self.target is None:
+            return ""
+        return "pass" if self.median <= self.target else "MISS"
+
+    def to_json_dict(self) -> dict[str, Any]:
+        low, high = self.quartiles
+        return {
+            "name": self.name,
+            "unit": self.unit,
+            "target": self.target,
+            "median": self.median,
+            "quartiles": [low, high],
+            "samples": list(self.samples),
+            "verdict": self.verdict,
+            **({"more": self.more} if self.more else {}),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Figures that answer one question, and what to know when reading them."""
+
+    title: str
+    text: str
+    figures: tuple[Figure, ...]
+
+    def to_json_dict(self) -> dict[str, Any]:
+        figures = [figure.to_json_dict() for figure in self.figures]
+        return {"title": self.title, "text": self.text, "figures": figures}
+
+
+def section_from_json_dict(record: dict[str, Any]) -> Section:
+    """The inverse of `Section.to_json_dict`."""
+    figures = (
+        Figure(f["name"], tuple(f["samples"]), f["unit"], f["target"], f.get("more", {}))
+        for f in record["figures"]
+    )
+    return Section(record["title"], record["text"], tuple(figures))
+
+
+# -- timing ----------------------------------------------------------------------------
+
+
+def seconds_of(call: Callable[[], Any], calls: int = 1) -> float:
+    """Wall time of one call, from several in a row, until the last result is there."""
+    result = None
+    begin = time.perf_counter()
+    for _ in range(calls):
+        result = call()
+    jax.block_until_ready(result)
+    return (time.perf_counter() - begin) / calls
+
+
+def in_turn(
+    ways: Sequence[Callable[[], float]], rounds: int, warm_up: int = 1
+) -> list[tuple[float, ...]]:
+    """Samples of all ways, one tuple a round; each round begins with another way."""
+    taken: list[tuple[float, ...]] = []
+    for number in range(rounds + warm_up):
+        row = [0.0] * len(ways)
+        for step in range(len(ways)):
+            at = (number + step) % len(ways)
+            row[at] = ways[at]()
+        if number >= warm_up:
+            taken.append(tuple(row))
+    return taken
+
+
+def ratios(pairs: Iterable[Sequence[float]]) -> tuple[float, ...]:
+    """First over second, pair by pair."""
+    return tuple(pair[0] / pair[1] for pair in pairs)
+
+
+def column(rows: Iterable[Sequence[float]], at: int) -> tuple[float, ...]:
+    return tuple(row[at] for row in rows)
+
+
+# -- showing ---------------------------------------------------------------------------
+
+
+def number(value: float | str, unit: str = "") -> str:
+    """Three digits, with its unit."""
+    if isinstance(value, str):
+        return value
+    if value == 0 or 0.001 <= abs(value) < 10_000:
+        text = f"{value:.3f}" if abs(value) < 10 else f"{value:.3g}"
+    else:
+        text = f"{value:.3g}"
+    return f"{text} {unit}".rstrip()
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows as lines of Markdown's kind of table; the first is the header."""
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = (cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
+        return f"| {' | '.join(padded)} |"
+
+    header, *body = rows
+    return [line(header), line(["-" * width for width in widths]), *map(line, body)]
+
+
+def table(section: Section) -> list[str]:
+    """A section's figures as lines of Markdown."""
+    more = list(dict.fromkeys(title for f in section.figures for title in f.more))
+    header = ["figure", "at most", "median", "middle half", "samples", "verdict", *more]
+    rows = [header, *(_cells(figure, more) for figure in section.figures)]
+    kept = [at for at in range(len(header)) if at == 0 or any(row[at] for row in rows[1:])]
+    return aligned([[row[at] for at in kept] for row in rows])
+
+
+def _cells(figure: Figure, more: Sequence[str]) -> list[str]:
+    low, high = (number(value) for value in figure.quartiles)
+    single = len(figure.samples) < 2
+    return [
+        figure.name,
+        "" if figure.target is None else number(figure.target, figure.unit),
+        number(figure.median, figure.unit),
+        "" if single else f"{low} to {high}",
+        str(len(figure.samples)),
+        figure.verdict,
+        *(number(figure.more.get(title, "")) for title in more),
+    ]
+
+
+def write_json(path: pathlib.Path, record: dict[str, Any]) -> None:
+    """Writes a file whole or not at all, so that nobody reads half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    half = path.with_suffix(".half")
+    half.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    half.replace(path)
+
+
+# -- where it was measured -------------------------------------------------------------
+
+
+def environment() -> dict[str, Any]:
+    """The machine and the versions; starts JAX's backend."""
+    device = jax.devices()[0]
+    status = marks.status()
+    marked = status.loaded
+    return {
+        "device": device.device_kind,
+        "platform": device.platform,
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "load": round(os.getloadavg()[0], 2),
+        "python": platform.python_version(),
+        **{name: _version(name) for name in ("jax", "jaxlib", "numpy", "optax")},
+        "xla_ext": "loaded" if marked else f"not loaded: {status.reason}",
+        "commit": commit(),
+        "utc": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def in_words(where: dict[str, Any]) -> str:
+    """One line on an `environment`."""
+    return (
+        f"{where['device']} ({where['processor']}), {where['cores']} cores, load"
+        f" {where['load']} before; Python {where['python']}, jax {where['jax']},"
+        f" jaxlib {where['jaxlib']}, xla_ext {where['xla_ext']}; commit {where['commit']}"
+    )
+
+
+def commit() -> str:
+    """The commit that is checked out, with a + where files differ from it."""
+    try:
+        head = _git("rev-parse", "--short=10", "HEAD")
+        changed = _git("status", "--porcelain", "--untracked-files=no", "--", "jturnip")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return f"{head}+" if changed else head
+
+
+def _git(*words: str) -> str:
+    done = subprocess.run(
+        ["git", *words], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()
+
+
+def _processor() -> str:
+    try:
+        text = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return platform.machine()
+    match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return match[1].strip() if match else platform.machine()
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"

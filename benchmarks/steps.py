@@ -1,0 +1,196 @@
+"""Calls of one function, side by side: whole, split, and the loop's own cost."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jturnip
+from benchmarks import inside
+from benchmarks.measure import Figure, Section, column, in_turn, ratios, seconds_of
+from jturnip.models import llama, text
+
+
+PLENTY = 2**42  # a budget that is never short
+
+
+class Training:
+    """A training step whose new state is the next one's argument; a call is one step."""
+
+    def __init__(self, step: Callable[..., Any], state: Any, batch: np.ndarray):
+        self.step, self.state, self.batch = step, state, batch
+
+    def __call__(self) -> Any:
+        self.state, loss = self.step(self.state, self.batch)
+        return loss
+
+
+def train_step(model: llama.LlamaConfig) -> Callable[..., Any]:
+    """A new function each time, which no cache knows."""
+    return functools.partial(llama.train_step, model, llama.adamw())
+
+
+def new_state(model: llama.LlamaConfig) -> Any:
+    """Weights and optimizer as numpy arrays: made without compiling anything large."""
+    random = np.random.default_rng(0)
+
+    def leaf(struct: jax.ShapeDtypeStruct) -> np.ndarray:
+        if struct.ndim < 2:
+            return np.zeros(struct.shape, struct.dtype)
+        scale = 1.0 / np.sqrt(struct.shape[0])
+        values = random.normal(0.0, scale, struct.shape).astype(np.float32)
+        return values.astype(struct.dtype)
+
+    abstract = llama.abstract_state(model, llama.adamw())
+    params = jax.tree.map(leaf, abstract.params)
+    moments = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), abstract.opt_state)
+    return abstract._replace(params=params, opt_state=moments)
+
+
+def batch_of(model: llama.LlamaConfig) -> np.ndarray:
+    return next(text.batches(model.batch, model.length)) % model.vocabulary
+
+
+def on_device(tree: Any) -> Any:
+    """A copy of its own for each way that donates it."""
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="device")
+    return jax.block_until_ready(jax.tree.map(lambda a: jax.device_put(a, device), tree))
+
+
+def fits(model: llama.LlamaConfig, pairs: int) -> Section:
+    """A function that fits, under jturnip and under `jax.jit`."""
+    state, batch = new_state(model), batch_of(model)
+    figures = [
+        _small_function("a function of about 1 ms", 160, 4, pairs * 4, 1.02),
+        _small_function("a function of 8 x 8 numbers", 8, 1, pairs * 4, None),
+        _compared(
+            "a training step",
+            Training(jax.jit(train_step(model), donate_argnums=0), on_device(state), batch),
+            Training(
+                jturnip.jit(train_step(model), gpu_bytes=PLENTY, donate_argnums=0),
+                on_device(state),
+                batch,
+            ),
+            pairs,
+            1.02,
+        ),
+    ]
+    about = (
+        "One call under `jturnip.jit` over the same call under `jax.jit`, arguments on the"
+        f" device, state donated. The step is a Llama's with {model.layers} layers of width"
+        f" {model.width}."
+    )
+    return Section("(a) A function that fits", about, tuple(figures))
+
+
+def _small_function(
+    name: str, width: int, products: int, pairs: int, target: float | None
+) -> Figure:
+    def chain(x: jax.Array) -> jax.Array:
+        y = x
+        for _ in range(products):
+            y = jnp.tanh(y @ x)
+        return y
+
+    x = jnp.eye(width, dtype=jnp.float32)
+    stock = functools.partial(jax.jit(chain), x)
+    ours = functools.partial(jturnip.jit(chain, gpu_bytes=PLENTY), x)
+    return _compared(name, stock, ours, pairs, target, calls=20)
+
+
+def _compared(
+    name: str,
+    stock: Callable[[], Any],
+    ours: Callable[[], Any],
+    pairs: int,
+    target: float | None,
+    calls: int = 1,
+) -> Figure:
+    ways = [functools.partial(seconds_of, way, calls) for way in (ours, stock)]
+    taken = in_turn(ways, pairs, warm_up=2)
+    theirs = float(np.median(column(taken, 1)))
+    extra = float(np.median([one - other for one, other in taken])) * 1e6
+    more: dict[str, float | str] = {"jax.jit, ms": theirs * 1e3, "more, µs": extra}
+    return Figure(name, ratios(taken), "", target, more)
+
+
+def split(model: llama.LlamaConfig, pairs: int) -> Section:
+    """A training step cut into tasks with all the memory it wants."""
+    state, batch = new_state(model), batch_of(model)
+    keywords: dict[str, Any] = {"gpu_bytes": PLENTY, "strategy": "turnip"}
+    step = jturnip.jit(train_step(model), donate_argnums=0, **keywords)
+    ours = Training(step, on_device(state), batch)
+    stock = Training(
+        jax.jit(train_step(model), donate_argnums=0), on_device(state), batch
+    )
+    over_jit = _compared("over jax.jit", stock, ours, pairs, 1.10)
+    del ours, stock, step
+    kept = on_device(state)
+    compiled = jturnip.jit(train_step(model), **keywords).lower(kept, batch).compile()
+    leaves = [*jax.tree.leaves(kept), batch]
+    calls = inside.bare_calls(compiled, leaves)
+    bare = _compared(
+        "over its own executables, called bare",
+        lambda: [call() for call in calls][-1],
+        inside.runs(compiled, leaves),
+        pairs,
+        None,
+    )
+    bare.more["bare, ms"] = bare.more.pop("jax.jit, ms")
+    about = (
+        f"A Llama's training step ({model.layers} layers of width {model.width}, {model.batch}"
+        f" x {model.length} tokens), cut into {len(calls)} tasks without being short of"
+        " memory, over the same step as one executable. State on the device, donated."
+    )
+    return Section("(b) Split without memory pressure", about, (over_jit, bare))
+
+
+def loop(tasks: int, pairs: int) -> Section:
+    """What the loop adds to each call of an executable."""
+    figures = [
+        _loop_cost("8 x 8 tanh, run inline by the CPU backend", jnp.tanh, 8, tasks, pairs),
+        _loop_cost("64 x 64 product, run by its threads", _product, 64, tasks, pairs),
+        _loop_cost("256 x 256 product, run by its threads", _product, 256, tasks, pairs),
+    ]
+    about = (
+        f"A chain of {tasks} equations, each a task of its own: a run of the loop, less the"
+        " same executables called bare in the same order with the same arguments, by task."
+        " Bare calls are all queued at once; the loop keeps two in flight and hears of the"
+        " end of each."
+    )
+    return Section("(c) The loop, per operation", about, tuple(figures))
+
+
+def _product(y: jax.Array, x: jax.Array) -> jax.Array:
+    return y @ x
+
+
+def _loop_cost(
+    name: str, operation: Callable[..., jax.Array], width: int, tasks: int, pairs: int
+) -> Figure:
+    def chain(x: jax.Array) -> jax.Array:
+        y = x
+        for _ in range(tasks):
+            y = operation(y, x) if operation is _product else operation(y)
+        return y
+
+    x = on_device(np.eye(width, dtype=np.float32))
+    lowered = jturnip.jit(chain, gpu_bytes=PLENTY, strategy="turnip").lower(x)
+    compiled = inside.one_task_per_equation(lowered)
+    calls = inside.bare_calls(compiled, [x])
+    run = inside.runs(compiled, [x])
+    ways = [
+        functools.partial(seconds_of, run),
+        functools.partial(seconds_of, lambda: [call() for call in calls][-1]),
+    ]
+    taken = in_turn(ways, pairs, warm_up=3)
+    by_task = 1e6 / len(calls)
+    more: dict[str, float | str] = {
+        "tasks": str(len(calls)),
+        "bare call, µs": float(np.median(column(taken, 1))) * by_task,
+    }
+    cost = tuple((one - other) * by_task for one, other in taken)
+    return Figure(name, cost, "µs", 30.0, more)

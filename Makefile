@@ -45,11 +45,13 @@ demo: $(ready)
 test: $(ready)
 	$(bin)/python -m pytest $(ARGS)
 
+# All four, whatever each finds.
 check: $(tools)
-	$(bin)/ruff check
-	$(bin)/ruff format --check
-	$(bin)/pyright --pythonpath $(bin)/python
-	$(bin)/lint-imports
+	@failed=; \
+	for tool in 'ruff check' 'ruff format --check --diff --quiet' \
+	    'pyright --pythonpath $(bin)/python' 'lint-imports'; do \
+	  echo "$$tool"; $(bin)/$$tool || failed="$$failed $${tool%% *}"; done; \
+	if [ -n "$$failed" ]; then echo "failed:$$failed"; exit 1; fi
 
 bench: $(ready)
 	$(bin)/python -m benchmarks.cpu $(ARGS)

@@ -1,7 +1,7 @@
 """Calls of one function, side by side: whole, split, and the loop's own cost."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -134,7 +134,7 @@ def split(model: llama.LlamaConfig, pairs: int) -> Section:
     calls = inside.bare_calls(compiled, leaves)
     bare = _compared(
         "over its own executables, called bare",
-        lambda: [call() for call in calls][-1],
+        functools.partial(_call_all, calls),
         inside.runs(compiled, leaves),
         pairs,
         None,
@@ -154,14 +154,24 @@ def loop(tasks: int, pairs: int) -> Section:
         _loop_cost("8 x 8 tanh, run inline by the CPU backend", jnp.tanh, 8, tasks, pairs),
         _loop_cost("64 x 64 product, run by its threads", _product, 64, tasks, pairs),
         _loop_cost("256 x 256 product, run by its threads", _product, 256, tasks, pairs),
+        _reload_cost(tasks, pairs),
     ]
     about = (
         f"A chain of {tasks} equations, each a task of its own: a run of the loop, less the"
         " same executables called bare in the same order with the same arguments, by task."
         " Bare calls are all queued at once; the loop keeps two in flight and hears of the"
-        " end of each."
+        " end of each. A reload's cost is that of the same chain with a weight for each task"
+        " in host memory, less with all on the device."
     )
     return Section("(c) The loop, per operation", about, tuple(figures))
+
+
+def _call_all(calls: Sequence[Callable[[], Any]]) -> Any:
+    """Calls in order, letting go of each result at once, as a chain does."""
+    result = None
+    for call in calls:
+        result = call()
+    return result
 
 
 def _product(y: jax.Array, x: jax.Array) -> jax.Array:
@@ -184,7 +194,7 @@ def _loop_cost(
     run = inside.runs(compiled, [x])
     ways = [
         functools.partial(seconds_of, run),
-        functools.partial(seconds_of, lambda: [call() for call in calls][-1]),
+        functools.partial(seconds_of, functools.partial(_call_all, calls)),
     ]
     taken = in_turn(ways, pairs, warm_up=3)
     by_task = 1e6 / len(calls)
@@ -194,3 +204,30 @@ def _loop_cost(
     }
     cost = tuple((one - other) * by_task for one, other in taken)
     return Figure(name, cost, "µs", 30.0, more)
+
+
+def _reload_cost(tasks: int, pairs: int) -> Figure:
+    """What one more small transfer adds to a run, all in."""
+    width = 32
+
+    def chain(x: jax.Array, weights: Sequence[jax.Array]) -> jax.Array:
+        for weight in weights:
+            x = x * weight
+        return x
+
+    numbers = [np.ones((width, width), np.float32)] * tasks
+    x = on_device(numbers[0])
+
+    def run_with(weights: Any, gpu_bytes: int) -> Callable[[], Any]:
+        step = jturnip.jit(chain, gpu_bytes=gpu_bytes, strategy="turnip")
+        compiled = inside.one_task_per_equation(step.lower(x, weights))
+        return inside.runs(compiled, [x, *weights])
+
+    budget = 16 * x.nbytes
+    away, here = (
+        run_with(jturnip.host(numbers), budget),
+        run_with(on_device(numbers), PLENTY),
+    )
+    ways = [functools.partial(seconds_of, way) for way in (away, here)]
+    cost = tuple((one - other) / tasks * 1e6 for one, other in in_turn(ways, pairs, 3))
+    return Figure("a reload of 4 KiB", cost, "µs", None, {"tasks": str(tasks)})

@@ -18,7 +18,7 @@ from jturnip.stages import Compiled, Lowered, Options, Traced
 from jturnip.units import parse_bytes
 
 
-# Signatures that one function keeps; the least recently used is forgotten.
+# Signatures that one function keeps; then the oldest is forgotten.
 _SIGNATURES = 256
 
 
@@ -120,7 +120,12 @@ class Wrapped:
 
     def _find(self, call: Call) -> Compiled:
         key = call.key()
-        compiled = self._compiled.get(key)
+        try:
+            compiled = self._compiled.get(key)
+        except TypeError:
+            # A static argument without a hash: jax.jit says so better.
+            self._jitted.trace(*call.args, **call.kwargs)
+            raise
         if compiled is not None:
             return compiled
         with self._compiling:

@@ -32,7 +32,10 @@ class Call:
         return any([isinstance(leaf, Tracer) for leaf in self.leaves])
 
     def key(self) -> Hashable:
-        """Equal for calls that one executable serves."""
+        """Equal for calls that one executable serves.
+
+        Its hash raises TypeError where a static argument has none.
+        """
         array = _array_type()
         # A list of plain attributes for what is nearly always an array: this is done for
         # every leaf of every call. An array's abstract value knows its memory kind.
@@ -47,10 +50,9 @@ class Call:
     def check_alive(self, names: Callable[[], Sequence[str]]) -> None:
         """Raises ArgumentError for an array that was donated or deleted before."""
         array = _array_type()
-        if not any([leaf.is_deleted() for leaf in self.leaves if type(leaf) is array]):
-            return
         for index, leaf in enumerate(self.leaves):
-            if type(leaf) is array and leaf.is_deleted():
+            is_array = type(leaf) is array or isinstance(leaf, jax.Array)
+            if is_array and leaf.is_deleted():
                 raise ArgumentError(
                     f"argument {names()[index]}, {leaf.dtype}{list(leaf.shape)}, was"
                     " donated or deleted before this call. Pass the result of the call that"
@@ -148,8 +150,8 @@ def _leaf_key(leaf: Any) -> Hashable:
         return (leaf.shape, leaf.dtype, weak, leaf.sharding)
     if isinstance(leaf, np.ndarray):
         return (leaf.shape, leaf.dtype, None)
-    if isinstance(leaf, np.generic):
-        return ((), leaf.dtype, None)
+    if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+        return (tuple(leaf.shape), leaf.dtype, type(leaf))
     return type(leaf)
 
 

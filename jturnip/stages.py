@@ -7,6 +7,7 @@
 | Compiled | a program that can be called | what measuring its tasks takes, for a moment |
 """
 
+import collections
 import dataclasses
 import functools
 import threading
@@ -252,10 +253,12 @@ class Compiled:
             found = jax.typeof(leaf)
             if (tuple(found.shape), found.dtype) != (shape, dtype):
                 raise TypeError(f"{name} was compiled as {dtype}{list(shape)}, not {found}")
-            if whose.on_host and placement.whose(leaf, False) is Whose.CALLER_DEVICE:
+            is_array = isinstance(leaf, jax.Array) and whose not in _OURS
+            if is_array and placement.whose(leaf, False).on_host != whose.on_host:
+                there = "in host memory" if whose.on_host else "on the device"
                 raise ArgumentError(
-                    f"{name} was compiled to be in host memory, and is on the device. Hold"
-                    " it with jturnip.host, or lower with an array that is on the device."
+                    f"{name} was compiled to be {there}, and is not. Move it with"
+                    " jturnip.host or jax.device_put, or lower with an array like it."
                 )
         Call(args, kwargs, leaves, tree, ()).check_alive(lambda: self._arguments.names)
         return self.call_flat(leaves)
@@ -340,6 +343,7 @@ class _SplitRunner:
         self._link = link
         self._lock = threading.Lock()
         whose = candidate.arguments.whose
+        self._names = candidate.arguments.names
         memgraph = program.memgraph
         at_start: dict[int, int] = {
             memgraph.instances[i].buffer: i for i in memgraph.inputs_at_start
@@ -365,6 +369,7 @@ class _SplitRunner:
             marks = borrow_marks(program.device_sharding)
             arrays: list[Any] = [None] * len(program.memgraph.instances)
             try:
+                self._check_donated_once(leaves)
                 self._place(leaves, arrays)
                 engines = DeviceEngines(program, arrays, self._donated, marks, self._link)
                 report = run(program.schedule, engines, self.plan.strategy)
@@ -381,6 +386,20 @@ class _SplitRunner:
             return_marks(marks)
             self.last_run = report
         return results
+
+    def _check_donated_once(self, leaves: Sequence[Any]) -> None:
+        """Raises ArgumentError for an array that is donated and passed a second time."""
+        if not self._donated or len({id(leaf) for leaf in leaves}) == len(leaves):
+            return
+        places = collections.Counter(id(leaf) for leaf in leaves)
+        for (instance, _), leaf, name in zip(
+            self._arguments, leaves, self._names, strict=True
+        ):
+            if instance in self._donated and places[id(leaf)] > 1:
+                raise ArgumentError(
+                    f"argument {name} is donated and passed a second time. Pass a copy, or"
+                    " do not donate it."
+                )
 
     def _place(self, leaves: Sequence[Any], arrays: list[Any]) -> None:
         for (instance, whose), leaf in zip(self._arguments, leaves, strict=True):

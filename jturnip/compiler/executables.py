@@ -147,7 +147,7 @@ def _as_function(flat: FlatJaxpr, group: Group, marked: bool) -> Callable[..., A
             values.update(zip(equation.outputs, equation.bind(operands), strict=True))
         results = [values[v] for v in group.outputs]
         # XLA makes all results of an executable ready together, so any small one will do.
-        done = _mark(flat, group, results, arguments[-1]) if marked else jnp.int32(0)
+        done = _mark(results, arguments[-1]) if marked else jnp.int32(0)
         return [*results, done]
 
     task.__name__ = f"jturnip_{lead(flat, group)}"
@@ -164,13 +164,10 @@ def lead_equation(flat: FlatJaxpr, group: Group) -> int:
     return max(group.equations, key=lambda e: costs.flops(flat.equations[e], flat))
 
 
-def _mark(flat: FlatJaxpr, group: Group, results: Sequence[Any], slot: Any) -> Any:
-    """A mark that fires after the largest result is written."""
-    sizes = [flat.types[v].nbytes for v in group.outputs]
-    largest = results[int(np.argmax(sizes))] if sizes else slot
-    if _is_key(largest.dtype):
-        largest = jax.random.key_data(largest)
-    return marks.mark(largest, slot)
+def _mark(results: Sequence[Any], slot: Any) -> Any:
+    """A mark that fires after all results are written."""
+    plain = [jax.random.key_data(r) if _is_key(r.dtype) else r for r in results]
+    return marks.mark(*(plain[:1] or [slot]), slot, *plain[1:])
 
 
 def _compile(flat: FlatJaxpr, group: Group, lowered: Any, marked: bool) -> Executable:

@@ -7,7 +7,7 @@ import collections
 import contextlib
 import dataclasses
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,8 +69,8 @@ class Split:
     compiled: int
     reused: int
     arguments: Arguments
-    # The buffer of each flat result, or None for an argument that is returned as it is.
-    result_buffers: tuple[BufferId | None, ...]
+    # The buffer of each flat result: one that a task writes, or an argument's.
+    result_buffers: tuple[BufferId, ...]
 
 
 def rates(device: Device) -> DeviceRates:
@@ -102,23 +102,27 @@ def split(
     _refuse_early(flat, partitioner, arguments, gpu_bytes)
     groups = partitioner.partition(arena // _SHARE)
     while True:
-        candidate = _compile(flat, groups, arguments)
-        needed = smallest_budget(candidate.graph)
+        compiled = _compile(flat, groups, arguments)
+        graph, buffers = _build(flat, groups, arguments, compiled)
+        needed = smallest_budget(graph)
         if needed <= arena:
-            return candidate
-        kept = resident_bytes(candidate.graph)
-        finer = partitioner.refine(
-            groups,
-            frozenset(
-                t.id
-                for t in candidate.graph.tasks
-                if task_bytes(candidate.graph, t) + kept > arena
-            ),
-        )
+            break
+        kept = resident_bytes(graph)
+        too_large = {t.id for t in graph.tasks if task_bytes(graph, t) + kept > arena}
+        finer = partitioner.refine(groups, frozenset(too_large))
         if len(finer) == len(groups):
             needed = placement.gpu_bytes_for(needed, device)
-            raise does_not_fit(candidate.graph, gpu_bytes, needed)
+            raise does_not_fit(graph, gpu_bytes, needed)
         groups = finer
+    return Split(
+        flat=flat,
+        graph=graph,
+        executables=compiled.executables,
+        compiled=compiled.compiled,
+        reused=compiled.reused,
+        arguments=arguments,
+        result_buffers=tuple(buffers[v] for v in flat.outputs),
+    )
 
 
 def may_fit(
@@ -138,6 +142,10 @@ def _refuse_early(
 ) -> None:
     """Refuses a hopeless budget after compiling the largest equations only."""
     arena = placement.arena_bytes(gpu_bytes, arguments.device)
+    kept = _argument_bytes(flat, arguments, (Whose.CALLER_DEVICE,))
+    at_start = _argument_bytes(flat, arguments, [w for w in Whose if not w.on_host])
+    if max(partitioner.least_bytes() + kept, at_start) <= arena:
+        return
     finest = partitioner.partition(0)
     bare, _ = _build(flat, finest, arguments)
     if smallest_budget(bare) <= arena:
@@ -145,26 +153,25 @@ def _refuse_early(
     sizes = [task_bytes(bare, t) for t in bare.tasks]
     # Workspace adds to what a task needs: the hungriest with it is likely among these.
     hungry = [g for g, size in zip(finest, sizes, strict=True) if size * 3 >= max(sizes)]
-    graph = _compile(flat, hungry, arguments).graph
+    graph, _ = _build(flat, hungry, arguments, _compile(flat, hungry, arguments))
     needed = placement.gpu_bytes_for(smallest_budget(graph), arguments.device)
     raise does_not_fit(graph, gpu_bytes, needed)
 
 
-def _compile(flat: FlatJaxpr, groups: Sequence[Group], arguments: Arguments) -> Split:
-    device = arguments.device if arguments.committed else None
-    compiled = compiler.compile_groups(flat, groups, device, compat.trace_context())
-    graph, buffers = _build(flat, groups, arguments, compiled)
-    return Split(
-        flat=flat,
-        graph=graph,
-        executables=compiled.executables,
-        compiled=compiled.compiled,
-        reused=compiled.reused,
-        arguments=arguments,
-        result_buffers=tuple(
-            None if v in flat.inputs else buffers[v] for v in flat.outputs
-        ),
+def _argument_bytes(flat: FlatJaxpr, arguments: Arguments, held: Collection[Whose]) -> int:
+    """Bytes of the arguments that are held in one of these ways."""
+    return sum(
+        flat.types[v].nbytes
+        for v, whose in zip(flat.inputs, arguments.whose, strict=True)
+        if whose in held
     )
+
+
+def _compile(
+    flat: FlatJaxpr, groups: Sequence[Group], arguments: Arguments
+) -> compiler.Compiled:
+    device = arguments.device if arguments.committed else None
+    return compiler.compile_groups(flat, groups, device, compat.trace_context())
 
 
 def _build(
@@ -192,7 +199,8 @@ def _build(
     for number, (value, array) in enumerate(flat.constants):
         name = f"closed-over array {number}"
         add(value, Role.CONSTANT, name=name, **_start(placement.whose(array, False)))
-    outputs = [v for v in flat.outputs if v not in flat.inputs]
+    written = flat.written_outputs
+    results = frozenset(written)
     to_host = _ending_on_host(flat, arguments)
     tasks = []
     for index, group in enumerate(groups):
@@ -200,7 +208,7 @@ def _build(
             if value not in of_value:  # only where `groups` are not all of the function
                 add(value, Role.INTERMEDIATE)
         for value in group.outputs:
-            if value in outputs:
+            if value in results:
                 add(value, Role.OUTPUT, end_on_host=value in to_host)
             else:
                 add(value, Role.INTERMEDIATE)
@@ -208,7 +216,7 @@ def _build(
     graph = TaskGraph(
         tuple(buffers),
         tuple(tasks),
-        tuple(of_value[v] for v in outputs if v in of_value),
+        tuple(of_value[v] for v in written if v in of_value),
     )
     return graph, of_value
 
@@ -228,9 +236,9 @@ def _ending_on_host(flat: FlatJaxpr, arguments: Arguments) -> frozenset[int]:
     ]
     offers = collections.Counter((t.shape, t.dtype) for t in offered)
     ending = set()
-    for v in flat.outputs:
+    for v in flat.written_outputs:
         key = (flat.types[v].shape, flat.types[v].dtype)
-        if v not in flat.inputs and offers[key] > 0:
+        if offers[key] > 0:
             offers[key] -= 1
             ending.add(v)
     return frozenset(ending)
@@ -262,7 +270,7 @@ def _task(
         inputs=tuple(of_value[v] for v in group.inputs),
         outputs=tuple(of_value[v] for v in group.outputs),
         name=lead.name,
-        source=compat.source_line(lead.origin),
+        source=lead.source,
         **fields,
     )
 

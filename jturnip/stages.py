@@ -356,11 +356,11 @@ class _SplitRunner:
         )
         self._donated = frozenset(i for i, w in self._arguments if w.donated)
         ends = dict(zip(program.graph.outputs, memgraph.outputs_at_end, strict=True))
-        inputs = {v: i for i, v in enumerate(candidate.flat.inputs)}
-        # For each result the instance that holds it, or the argument that is returned.
+        # For each result the instance that holds it, or the argument that is returned,
+        # whose buffer has the argument's number.
         self._results = tuple(
-            (True, inputs[v]) if b is None else (False, ends[b])
-            for v, b in zip(candidate.flat.outputs, candidate.result_buffers, strict=True)
+            (False, ends[b]) if b in ends else (True, int(b))
+            for b in candidate.result_buffers
         )
 
     def run(self, leaves: Sequence[Any]) -> Sequence[jax.Array]:

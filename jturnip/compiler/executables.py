@@ -8,6 +8,7 @@ that last result is the mark's.
 """
 
 import concurrent.futures
+import functools
 import os
 import threading
 import time
@@ -266,6 +267,7 @@ def _constant_key(constant: Constant) -> Hashable:
     return (value.dtype.str, value.tobytes(), _type_key(constant.type))
 
 
+@functools.lru_cache(maxsize=4096)
 def _context_key(context: Any) -> Hashable:
     """What of an equation's context changes how it lowers."""
     names = (n for n in type(context).__slots__ if n not in _CONTEXT_MACHINERY)

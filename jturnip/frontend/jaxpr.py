@@ -71,6 +71,13 @@ class Equation:
     origin: Any
     inputs: tuple[int | Constant, ...]
     outputs: tuple[int, ...]
+    # The calls it was inlined from, outermost first.
+    calls: tuple[Any, ...] = ()
+
+    @property
+    def source(self) -> str:
+        """The user's line: its own, or that of the call that led to it."""
+        return _source(self.origin, self.calls)
 
     @property
     def name(self) -> str:
@@ -99,6 +106,12 @@ class FlatJaxpr:
     # Value of each flat result, in order: an argument that is returned as it is (it may be
     # there more than once), or a value that an equation writes (never more than once).
     outputs: tuple[int, ...]
+
+    @property
+    def written_outputs(self) -> tuple[int, ...]:
+        """The results that equations write, in order."""
+        inputs = frozenset(self.inputs)
+        return tuple(v for v in self.outputs if v not in inputs)
 
 
 def flatten(closed: Any, forwarded: Collection[int] = ()) -> FlatJaxpr:
@@ -143,7 +156,7 @@ class _Flattener:
         return self.constants[id(array)][0]
 
     def call(
-        self, closed: Any, arguments: Sequence[int | Constant]
+        self, closed: Any, arguments: Sequence[int | Constant], calls: tuple[Any, ...] = ()
     ) -> Iterator[int | Constant]:
         """Inlines a call; returns the values of its results."""
         jaxpr, consts = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
@@ -163,13 +176,16 @@ class _Flattener:
             operands = [read(v) for v in equation.invars]
             inner = _INLINED.get(equation.primitive.name)
             if inner is not None and inner in equation.params:
-                results = list(self.call(equation.params[inner], operands))
+                within = (*calls, equation)
+                results = list(self.call(equation.params[inner], operands, within))
                 scope.update(zip(equation.outvars, results, strict=True))
                 continue
-            _check(equation)
+            _check(equation, calls)
             results = [self.new_value(v.aval) for v in equation.outvars]
             scope.update(zip(equation.outvars, results, strict=True))
-            self.equations.append(Equation(equation, tuple(operands), tuple(results)))
+            self.equations.append(
+                Equation(equation, tuple(operands), tuple(results), calls)
+            )
         return map(read, jaxpr.outvars)
 
     def distinct(
@@ -197,9 +213,14 @@ def _type_of(aval: Any) -> Type:
     return Type(tuple(aval.shape), aval.dtype, bool(getattr(aval, "weak_type", False)))
 
 
-def _check(equation: Any) -> None:
+def _source(equation: Any, calls: tuple[Any, ...]) -> str:
+    lines = map(compat.source_line, (equation, *reversed(calls)))
+    return next(filter(None, lines), "")
+
+
+def _check(equation: Any, calls: tuple[Any, ...]) -> None:
     """Refuses what cannot be moved about freely, with the user's line."""
-    where = compat.source_line(equation) or "unknown line"
+    where = _source(equation, calls) or "unknown line"
     what = f'primitive "{equation.primitive.name}" ({where})'
     if equation.effects:
         effects = ", ".join(sorted(map(str, equation.effects)))

@@ -157,6 +157,12 @@ class Partitioner:
         pieces = itertools.chain.from_iterable(self._split(s, largest) for s in segments)
         return self._groups(list(pieces))
 
+    def least_bytes(self) -> int:
+        """The bytes that enter and leave the largest equation: no cut needs less."""
+        return max(
+            (self._crossing_bytes((p, p + 1)) for p in range(len(self._order))), default=0
+        )
+
     def refine(self, groups: Sequence[Group], too_large: frozenset[int]) -> list[Group]:
         """Cuts the groups at these indices in two, where they can be cut."""
         pieces: list[tuple[int, int]] = []

@@ -49,6 +49,9 @@ _HOPE = 1.5
 # planning takes seconds.
 _PROMISING = ("turnip", "layerwise", "fixed_order")
 _MANY_TASKS = 20_000
+# The paper's free order adapts to what really happens, which no prediction knows: another
+# strategy must be predicted to take no more than this share of its time.
+_CLEARLY = 0.97
 
 # Guesses about a device, until its tasks are measured.
 _RATES = {
@@ -324,7 +327,7 @@ def make_plan(
             memgraph = make_memgraph(graph, placement.arena_bytes(gpu_bytes, device), name)
             ready = schedule(graph, memgraph, link)
             seconds = simulate(ready, name, link.latency_seconds).seconds
-            if best is None or seconds < best[0]:
+            if best is None or seconds < _CLEARLY * best[0]:
                 best = seconds, name, memgraph, ready
         assert best is not None
         seconds, name, memgraph, ready = best

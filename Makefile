@@ -80,11 +80,17 @@ gpu-venv:
 	  echo 'Where the driver is older, try CUDA=cuda12.'; exit 1; }
 	$(call on_gpu,$(VENV)-$(CUDA)/bin/python)
 
-bazel: $(ready)
+# In an environment without jturnip, so that what is tried is what Bazel built.
+bazel: $(VENV)-bazel/.ready
 	@command -v bazel >/dev/null || { \
 	  echo 'make bazel needs bazel; Debian has it as bazel-bootstrap.'; exit 1; }
-	$(bin)/python -m pip install --quiet nanobind
-	PYTHON_BIN_PATH='$(abspath $(bin)/python)' xla_ext/bazel_build.sh
+	PYTHON_BIN_PATH='$(abspath $(VENV)-bazel/bin/python)' xla_ext/bazel_build.sh
+
+$(VENV)-bazel/.ready:
+	@$(PYTHON) -m venv $(VENV)-bazel
+	@$(VENV)-bazel/bin/python -m pip install --quiet --disable-pip-version-check \
+	  '$(JAX)' nanobind
+	@touch $@
 
 clean:
 	rm -rf .venv* build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,1 +1,1 @@
-"""What jturnip costs and gains: `python -m benchmarks.cpu` and `python -m benchmarks.gpu`."""
+"""What jturnip costs and gains; run `python -m benchmarks.cpu` or `benchmarks.gpu`."""

@@ -1,8 +1,8 @@
 """Training graphs of any size without a model: what a planner is given, and no jax.
 
-Like a transformer's step: per layer some products and the cheap work between them, forward,
-then backward in two products each, then one Adam-like update per weight. Weights and moments
-start on the host and end there; activations wait for the backward pass.
+Like a transformer's step: per layer some products and the cheap work between them,
+forward, then backward in two products each, then one Adam-like update per weight. Weights
+and moments start on the host and end there; activations wait for the backward pass.
 """
 
 from collections.abc import Sequence

@@ -7,6 +7,7 @@ machine does, and each ratio comes from two neighbours in time.
 import datetime
 import importlib.metadata
 import json
+import math
 import os
 import pathlib
 import platform
@@ -32,6 +33,7 @@ class Figure:
     """One measured quantity."""
 
     name: str
+    # Empty where nothing could be measured; `more` then says why.
     samples: tuple[float, ...]
     unit: str = ""
     # At most this much is wanted; None: only reported.
@@ -41,30 +43,30 @@ class Figure:
 
     @property
     def median(self) -> float:
-        return statistics.median(self.samples)
+        return statistics.median(self.samples) if self.samples else math.nan
 
     @property
     def quartiles(self) -> tuple[float, float]:
         """Between these lies the middle half of the samples."""
         if len(self.samples) < 2:
-            return self.samples[0], self.samples[0]
+            return self.median, self.median
         low, _, high = statistics.quantiles(self.samples, n=4, method="inclusive")
         return low, high
 
     @property
     def verdict(self) -> str:
-        if self.target is None:
+        if self.target is None or not self.samples:
             return ""
         return "pass" if self.median <= self.target else "MISS"
 
     def to_json_dict(self) -> dict[str, Any]:
-        low, high = self.quartiles
+        known = bool(self.samples)  # JSON has no NaN
         return {
             "name": self.name,
             "unit": self.unit,
             "target": self.target,
-            "median": self.median,
-            "quartiles": [low, high],
+            "median": self.median if known else None,
+            "quartiles": list(self.quartiles) if known else None,
             "samples": list(self.samples),
             "verdict": self.verdict,
             **({"more": self.more} if self.more else {}),
@@ -84,13 +86,12 @@ class Section:
         return {"title": self.title, "text": self.text, "figures": figures}
 
 
-def section_from_json_dict(record: dict[str, Any]) -> Section:
-    """The inverse of `Section.to_json_dict`."""
-    figures = (
+def figures_of(record: dict[str, Any]) -> tuple[Figure, ...]:
+    """The figures of a section's record."""
+    return tuple(
         Figure(f["name"], tuple(f["samples"]), f["unit"], f["target"], f.get("more", {}))
         for f in record["figures"]
     )
-    return Section(record["title"], record["text"], tuple(figures))
 
 
 # -- timing ----------------------------------------------------------------------------
@@ -156,11 +157,11 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     return [line(header), line(["-" * width for width in widths]), *map(line, body)]
 
 
-def table(section: Section) -> list[str]:
-    """A section's figures as lines of Markdown."""
-    more = list(dict.fromkeys(title for f in section.figures for title in f.more))
+def table(figures: Sequence[Figure]) -> list[str]:
+    """Figures as lines of Markdown; columns that all leave empty are left out."""
+    more = list(dict.fromkeys(title for f in figures for title in f.more))
     header = ["figure", "at most", "median", "middle half", "samples", "verdict", *more]
-    rows = [header, *(_cells(figure, more) for figure in section.figures)]
+    rows = [header, *(_cells(figure, more) for figure in figures)]
     kept = [at for at in range(len(header)) if at == 0 or any(row[at] for row in rows[1:])]
     return aligned([[row[at] for at in kept] for row in rows])
 
@@ -171,7 +172,7 @@ def _cells(figure: Figure, more: Sequence[str]) -> list[str]:
     return [
         figure.name,
         "" if figure.target is None else number(figure.target, figure.unit),
-        number(figure.median, figure.unit),
+        number(figure.median, figure.unit) if figure.samples else "-",
         "" if single else f"{low} to {high}",
         str(len(figure.samples)),
         figure.verdict,

@@ -42,7 +42,10 @@ def planning(sizes: tuple[int, ...], rounds: int, budget: float = 0.1) -> Sectio
             tuple(taken),
             "s",
             LARGEST_SECONDS if at == len(graphs) - 1 else None,
-            {"ops": moved[at], "µs a task": float(np.median(taken)) * 1e6 / len(graph.tasks)},
+            {
+                "ops": moved[at],
+                "µs a task": float(np.median(taken)) * 1e6 / len(graph.tasks),
+            },
         )
         for at, (graph, taken) in enumerate(zip(graphs, seconds, strict=True))
     ]
@@ -50,10 +53,11 @@ def planning(sizes: tuple[int, ...], rounds: int, budget: float = 0.1) -> Sectio
     name = f"growth, {sizes[0]:,} to {sizes[-1]:,} tasks, over n log n"
     figures.append(Figure(name, (growth,), "", 1.0))
     about = (
-        "Synthetic training steps: weights and moments on the host, activations kept for the"
-        f" backward pass, one update per weight; budget {budget:.0%} of all bytes, strategy"
-        " turnip. Plan, schedule, simulation, verification and figures, garbage collection"
-        " as `jturnip.jit` has it. Growth is time over time, divided by what n log n allows."
+        "Synthetic training steps: weights and moments on the host, activations kept for"
+        f" the backward pass, one update per weight; budget {budget:.0%} of all bytes,"
+        " strategy turnip. Plan, schedule, simulation, verification and figures, garbage"
+        " collection as `jturnip.jit` has it. Growth is time over time, divided by what"
+        " n log n allows."
     )
     return Section("(d) Planning", about, tuple(figures))
 

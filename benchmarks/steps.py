@@ -1,6 +1,7 @@
 """Calls of one function, side by side: whole, split, and the loop's own cost."""
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,20 +35,24 @@ def train_step(model: llama.LlamaConfig) -> Callable[..., Any]:
 
 
 def new_state(model: llama.LlamaConfig) -> Any:
-    """Weights and optimizer as numpy arrays: made without compiling anything large."""
-    random = np.random.default_rng(0)
+    """Weights and optimizer of a model, as `numbers`."""
+    return numbers(llama.abstract_state(model, llama.adamw()))
 
-    def leaf(struct: jax.ShapeDtypeStruct) -> np.ndarray:
-        if struct.ndim < 2:
-            return np.zeros(struct.shape, struct.dtype)
-        scale = 1.0 / np.sqrt(struct.shape[0])
-        values = random.normal(0.0, scale, struct.shape).astype(np.float32)
-        return values.astype(struct.dtype)
 
-    abstract = llama.abstract_state(model, llama.adamw())
-    params = jax.tree.map(leaf, abstract.params)
+def numbers(abstract: Any) -> Any:
+    """A training state as numpy arrays, which need no device and no compiler."""
+    some = np.random.default_rng(0).standard_normal(1_000_003, np.float32)
+
+    def weight(struct: jax.ShapeDtypeStruct) -> np.ndarray:
+        if len(struct.shape) < 2:
+            return np.ones(struct.shape, struct.dtype)
+        values = (some / math.sqrt(struct.shape[0])).astype(struct.dtype)
+        return np.resize(values, struct.shape)
+
     moments = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), abstract.opt_state)
-    return abstract._replace(params=params, opt_state=moments)
+    return abstract._replace(
+        params=jax.tree.map(weight, abstract.params), opt_state=moments
+    )
 
 
 def batch_of(model: llama.LlamaConfig) -> np.ndarray:
@@ -64,7 +69,7 @@ def fits(model: llama.LlamaConfig, pairs: int) -> Section:
     """A function that fits, under jturnip and under `jax.jit`."""
     state, batch = new_state(model), batch_of(model)
     figures = [
-        _small_function("a function of about 1 ms", 160, 4, pairs * 4, 1.02),
+        _small_function("a function of about 1 ms", 160, 12, pairs * 4, 1.02),
         _small_function("a function of 8 x 8 numbers", 8, 1, pairs * 4, None),
         _compared(
             "a training step",
@@ -123,9 +128,7 @@ def split(model: llama.LlamaConfig, pairs: int) -> Section:
     keywords: dict[str, Any] = {"gpu_bytes": PLENTY, "strategy": "turnip"}
     step = jturnip.jit(train_step(model), donate_argnums=0, **keywords)
     ours = Training(step, on_device(state), batch)
-    stock = Training(
-        jax.jit(train_step(model), donate_argnums=0), on_device(state), batch
-    )
+    stock = Training(jax.jit(train_step(model), donate_argnums=0), on_device(state), batch)
     over_jit = _compared("over jax.jit", stock, ours, pairs, 1.10)
     del ours, stock, step
     kept = on_device(state)
@@ -141,9 +144,10 @@ def split(model: llama.LlamaConfig, pairs: int) -> Section:
     )
     bare.more["bare, ms"] = bare.more.pop("jax.jit, ms")
     about = (
-        f"A Llama's training step ({model.layers} layers of width {model.width}, {model.batch}"
-        f" x {model.length} tokens), cut into {len(calls)} tasks without being short of"
-        " memory, over the same step as one executable. State on the device, donated."
+        f"A Llama's training step ({model.layers} layers of width {model.width},"
+        f" {model.batch} x {model.length} tokens), cut into {len(calls)} tasks without"
+        " being short of memory, over the same step as one executable. State on the device,"
+        " donated."
     )
     return Section("(b) Split without memory pressure", about, (over_jit, bare))
 
@@ -151,17 +155,18 @@ def split(model: llama.LlamaConfig, pairs: int) -> Section:
 def loop(tasks: int, pairs: int) -> Section:
     """What the loop adds to each call of an executable."""
     figures = [
-        _loop_cost("8 x 8 tanh, run inline by the CPU backend", jnp.tanh, 8, tasks, pairs),
-        _loop_cost("64 x 64 product, run by its threads", _product, 64, tasks, pairs),
-        _loop_cost("256 x 256 product, run by its threads", _product, 256, tasks, pairs),
+        _loop_cost("8 x 8 tanh", jnp.tanh, 8, tasks, pairs),
+        _loop_cost("64 x 64 product", _product, 64, tasks, pairs),
+        _loop_cost("256 x 256 product", _product, 256, tasks, pairs),
         _reload_cost(tasks, pairs),
     ]
     about = (
         f"A chain of {tasks} equations, each a task of its own: a run of the loop, less the"
         " same executables called bare in the same order with the same arguments, by task."
         " Bare calls are all queued at once; the loop keeps two in flight and hears of the"
-        " end of each. A reload's cost is that of the same chain with a weight for each task"
-        " in host memory, less with all on the device."
+        " end of each. The CPU backend runs the tanh in the caller's thread, and products in"
+        " its own, which the loop shares the cores with. A reload's cost is that of the same chain with a weight for each"
+        " task in host memory, less with all on the device."
     )
     return Section("(c) The loop, per operation", about, tuple(figures))
 

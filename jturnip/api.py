@@ -111,6 +111,8 @@ class Wrapped:
             return self._jitted(*args, **kwargs)
         call.check_alive(lambda: self._statics.names(call))
         compiled = self._find(call)
+        if compiled is None:
+            return self._jitted(*args, **kwargs)
         results = compiled.call_flat(call.leaves)
         self._last = compiled
         return results
@@ -118,7 +120,8 @@ class Wrapped:
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
 
-    def _find(self, call: Call) -> Compiled:
+    def _find(self, call: Call) -> Compiled | None:
+        """The program for a call; None if `fn` closes over values that are traced."""
         key = call.key()
         try:
             compiled = self._compiled.get(key)
@@ -131,7 +134,10 @@ class Wrapped:
         with self._compiling:
             compiled = self._compiled.get(key)
             if compiled is None:
-                compiled = self._trace(call).lower().compile()
+                traced = self._trace(call)
+                if traced.closes_over_tracers:
+                    return None
+                compiled = traced.lower().compile()
                 self._compiled[key] = compiled
                 if len(self._compiled) > _SIGNATURES:
                     self._compiled.popitem(last=False)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jturnip import compat
@@ -62,8 +63,15 @@ def host(tree: Tree) -> Tree:
 
     def copy(leaf: Any) -> jax.Array:
         device = device_of(leaf) or compat.default_device()
-        sharding = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
-        return jax.device_put(leaf, sharding, may_alias=False)
+        pinned = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
+        if whose(leaf, False) is Whose.CALLER_DEVICE:
+            return jax.device_put(leaf, pinned)
+        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+            # numpy has no keys; they are small, so they may pass through the device.
+            there = jax.sharding.SingleDeviceSharding(device, memory_kind="device")
+            return jax.device_put(jax.device_put(leaf, there), pinned)
+        # A copy of ours first: the CPU backend takes numpy's memory as it is.
+        return jax.device_put(np.array(leaf, copy=True), pinned)
 
     return jax.block_until_ready(jax.tree.map(copy, tree))
 

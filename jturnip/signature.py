@@ -45,7 +45,8 @@ class Call:
             else _leaf_key(leaf)
             for leaf in self.leaves
         ]
-        return (self.tree, self.statics, tuple(leaves), compat.trace_context())
+        statics = [(place, type(value), value) for place, value in self.statics]
+        return (self.tree, tuple(statics), tuple(leaves), compat.trace_context())
 
     def check_alive(self, names: Callable[[], Sequence[str]]) -> None:
         """Raises ArgumentError for an array that was donated or deleted before."""

@@ -18,11 +18,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
+from jax.core import Tracer
 
 from jturnip import lowering, placement
 from jturnip.compat import Device
 from jturnip.errors import ArgumentError, DoesNotFit, ExecutionError, UnsupportedError
-from jturnip.frontend.jaxpr import FlatJaxpr, flatten
+from jturnip.frontend.jaxpr import FlatJaxpr, Type, flatten
 from jturnip.frontend.partition import Partitioner
 from jturnip.graph.memgraph import MemGraph
 from jturnip.graph.plan import Plan
@@ -68,6 +69,11 @@ class Traced:
         self._call = call
         device, committed = placement.common_device(call.leaves)
         self._traced = _trace(jitted, statics, call, device if committed else None)
+        jaxpr = self._traced.jaxpr
+        # Whether the function closes over values of an outer transformation.
+        self.closes_over_tracers = len(jaxpr.in_avals) != len(call.leaves) or any(
+            isinstance(c, Tracer) for c in getattr(jaxpr, "consts", ())
+        )
         donated = [info.donated for info in jax.tree.leaves(self._traced.args_info)]
         self._arguments = Arguments(
             tuple(map(placement.whose, call.leaves, donated)),
@@ -108,6 +114,7 @@ class Lowered:
             if options.gpu_bytes is not None
             else placement.free_device_bytes(arguments.device)
         )
+        arguments = _with_room(arguments, traced, self.gpu_bytes)
         self._refusal: UnsupportedError | None = None
         self._flat: FlatJaxpr | None = None
         try:
@@ -139,7 +146,8 @@ class Lowered:
     def _planned(self) -> tuple[Plan, Any]:
         with self._lock:
             if self._whole is not None:
-                return _whole_plan(self._whole, self.gpu_bytes), None
+                moves = _moves(self._arguments, self._traced)
+                return _whole_plan(self._whole, moves, self.gpu_bytes), None
             return self._make_plan(self._split)
 
     def _make_plan(self, candidate: lowering.Split) -> tuple[Plan, Any]:
@@ -192,8 +200,10 @@ class Lowered:
         """Compiles what is not compiled yet, measures the tasks, and plans with that."""
         with self._lock:
             if self._whole is not None:
+                moves = _moves(self._arguments, self._traced)
+                plan = _whole_plan(self._whole, moves, self.gpu_bytes)
                 runner: Runner = _WholeRunner(
-                    self._whole, self._call, self._arguments, self._traced, self.gpu_bytes
+                    self._whole, self._call, self._arguments, plan, moves
                 )
             else:
                 candidate = lowering.measure(self._split, self.gpu_bytes)
@@ -283,46 +293,38 @@ class _WholeRunner:
     """Plain `jax.jit`, for a function that fits."""
 
     def __init__(
-        self, whole: Any, call: Call, arguments: Arguments, traced: Any, gpu_bytes: int
+        self, whole: Any, call: Call, arguments: Arguments, plan: Plan, moves: "_Moves"
     ):
         self.whole = whole
-        self.plan = _whole_plan(whole, gpu_bytes)
+        self.plan = plan
         self.last_run: RunReport | None = None
         self._tree = call.tree
         device = arguments.device
         self._device = jax.sharding.SingleDeviceSharding(device, memory_kind="device")
         self._host = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
-        self._from_host = tuple(
-            i for i, w in enumerate(arguments.whose) if w in _HOST_ARRAYS
-        )
+        self._moves = moves
         self._given_up = tuple(
             i for i, w in enumerate(arguments.whose) if w is Whose.DONATED_HOST
         )
-        results = [(tuple(o.shape), o.dtype) for o in jax.tree.leaves(traced.out_info)]
-        types = [(tuple(a.shape), a.dtype) for a in jax.tree.leaves(traced.args_info)]
-        self._to_host = _matched([types[i] for i in self._given_up], results)
 
     def run(self, leaves: Sequence[Any]) -> Sequence[jax.Array]:
         began = time.perf_counter()
-        moved_in = moved_out = 0
         placed = leaves
-        if self._from_host:
+        if self._moves.arguments:
             placed = list(leaves)
-            for i in self._from_host:
+            for i in self._moves.arguments:
                 placed[i] = jax.device_put(leaves[i], self._device)
-                moved_in += leaves[i].nbytes
         args, kwargs = jax.tree.unflatten(self._tree, placed)
         del placed
         results = jax.tree.leaves(self.whole(*args, **kwargs))
-        if self._given_up:
-            for i in self._to_host:
-                results[i] = jax.device_put(results[i], self._host)
-                moved_out += results[i].nbytes
-            for i in self._given_up:
-                leaves[i].delete()
+        for i in self._moves.results:
+            results[i] = jax.device_put(results[i], self._host)
+        for i in self._given_up:
+            leaves[i].delete()
         seconds = time.perf_counter() - began
+        plan = self.plan
         self.last_run = RunReport(
-            "whole", seconds, 0.0, moved_in, moved_out, self.plan.peak_bytes
+            "whole", seconds, 0.0, plan.h2d_bytes, plan.d2h_bytes, plan.peak_bytes
         )
         return results
 
@@ -453,12 +455,25 @@ def _trace(jitted: Any, statics: Statics, call: Call, device: Device | None) -> 
 
 
 def _forwardable(arguments: Arguments) -> frozenset[int]:
-    """Arguments that may be returned as they are: arrays of JAX's, wherever they lie."""
-    return frozenset(i for i, w in enumerate(arguments.whose) if w not in _OURS)
+    """Arguments that may be returned as they are: the caller has given them up."""
+    return frozenset(i for i, w in enumerate(arguments.whose) if w.donated)
+
+
+def _with_room(arguments: Arguments, traced: Any, gpu_bytes: int) -> Arguments:
+    """Small arguments start on the device as long as they are next to nothing together."""
+    small = sum(
+        info.size * getattr(info.dtype, "itemsize", 4)
+        for info, w in zip(jax.tree.leaves(traced.in_avals), arguments.whose, strict=True)
+        if w is Whose.OURS_DEVICE
+    )
+    if small <= gpu_bytes // 16:
+        return arguments
+    whose = tuple(Whose.OURS_HOST if w is Whose.OURS_DEVICE else w for w in arguments.whose)
+    return dataclasses.replace(arguments, whose=whose)
 
 
 def _kept(arguments: Arguments, flat: FlatJaxpr) -> Arguments:
-    """An argument that is returned as it is lives on, donated or not."""
+    """A donated argument that is returned as it is stays where it is."""
     returned = frozenset(flat.outputs)
     alive = {
         Whose.DONATED_DEVICE: Whose.CALLER_DEVICE,
@@ -471,15 +486,35 @@ def _kept(arguments: Arguments, flat: FlatJaxpr) -> Arguments:
     return dataclasses.replace(arguments, whose=whose)
 
 
-def _matched(donated: Sequence[Any], results: Sequence[Any]) -> tuple[int, ...]:
-    """Results that re-use donated arguments of their type, first come first served."""
-    left = list(donated)
-    matched = []
+@dataclass(frozen=True)
+class _Moves:
+    """What a call of a whole function moves: positions of arguments and results."""
+
+    arguments: tuple[int, ...]
+    results: tuple[int, ...]
+    h2d_bytes: int
+    d2h_bytes: int
+
+
+def _moves(arguments: Arguments, traced: Any) -> _Moves:
+    """Host arguments go to the device; results that re-use donated ones come back."""
+    types, results = (
+        [Type(tuple(a.shape), a.dtype, False) for a in jax.tree.leaves(infos)]
+        for infos in (traced.args_info, traced.out_info)
+    )
+    inward = tuple(i for i, w in enumerate(arguments.whose) if w in _HOST_ARRAYS)
+    offers = [types[i] for i in inward if arguments.whose[i] is Whose.DONATED_HOST]
+    outward = []
     for i, result in enumerate(results):
-        if result in left:
-            left.remove(result)
-            matched.append(i)
-    return tuple(matched)
+        if result in offers:
+            offers.remove(result)
+            outward.append(i)
+    return _Moves(
+        inward,
+        tuple(outward),
+        sum(types[i].nbytes for i in inward),
+        sum(results[i].nbytes for i in outward),
+    )
 
 
 def _whole_bytes(whole: Any) -> int:
@@ -493,12 +528,12 @@ def _whole_bytes(whole: Any) -> int:
     )
 
 
-def _whole_plan(whole: Any, gpu_bytes: int) -> Plan:
+def _whole_plan(whole: Any, moves: _Moves, gpu_bytes: int) -> Plan:
     return Plan(
         gpu_bytes=gpu_bytes,
         peak_bytes=_whole_bytes(whole),
-        h2d_bytes=0,
-        d2h_bytes=0,
+        h2d_bytes=moves.h2d_bytes,
+        d2h_bytes=moves.d2h_bytes,
         host_bytes=0,
         predicted_seconds=0.0,
         lower_bound_seconds=0.0,

@@ -42,8 +42,8 @@ class Executable:
     bytes_accessed: float
     # What its arguments look like, to try it out.
     arguments: tuple[jax.ShapeDtypeStruct, ...]
-    # Whether it may be run on zeros: no loop that might not end, no call out of XLA, no
-    # random keys to make up.
+    # Whether it may be run on zeros: no loop that might not end, no call out of XLA, and
+    # no argument that cannot be made from numpy's zeros.
     may_be_tried: bool
     # Time of one call as measured, or None.
     seconds: float | None = field(default=None)
@@ -100,8 +100,10 @@ def compile_groups(
                         _CACHE.move_to_end(key)
                 if known is None:
                     compiled += 1
-                    lowered = _lower(flat, group, device, marked)
-                    futures.append(pool.submit(_compile, flat, group, lowered, marked))
+                    jitted, lowered = _lower(flat, group, device, marked)
+                    futures.append(
+                        pool.submit(_compile, flat, group, jitted, lowered, marked)
+                    )
                 else:
                     futures.append(known)
             of_group.append(indices[key])
@@ -122,7 +124,9 @@ def clear_cache() -> None:
         _CACHE.clear()
 
 
-def _lower(flat: FlatJaxpr, group: Group, device: Device | None, marked: bool) -> Any:
+def _lower(
+    flat: FlatJaxpr, group: Group, device: Device | None, marked: bool
+) -> tuple[Any, Any]:
     """Lowers in the caller's thread, whose JAX configuration counts."""
     sharding = None if device is None else jax.sharding.SingleDeviceSharding(device)
     structs = [flat.types[v].struct(sharding) for v in group.inputs]
@@ -130,7 +134,8 @@ def _lower(flat: FlatJaxpr, group: Group, device: Device | None, marked: bool) -
         structs.append(jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding))
     function = _as_function(flat, group, marked)
     try:
-        return jax.jit(function, keep_unused=True).lower(*structs)
+        jitted = jax.jit(function, keep_unused=True)
+        return jitted, jitted.lower(*structs)
     except Exception as error:
         raise PlanningError(
             f"task {function.__name__} cannot be lowered: {error}"
@@ -171,22 +176,38 @@ def _mark(results: Sequence[Any], slot: Any) -> Any:
     return marks.mark(*(plain[:1] or [slot]), slot, *plain[1:])
 
 
-def _compile(flat: FlatJaxpr, group: Group, lowered: Any, marked: bool) -> Executable:
+def _compile(
+    flat: FlatJaxpr, group: Group, jitted: Any, lowered: Any, marked: bool
+) -> Executable:
     try:
         compiled = lowered.compile()
     except Exception as error:
         raise PlanningError(f"XLA cannot compile a task: {error}") from error
     memory, cost = compiled.memory_analysis(), compiled.cost_analysis() or {}
+    packed = any(_is_packed(flat.types[v].dtype) for v in group.inputs)
     return Executable(
-        call=compiled,
+        # jax 0.10's Compiled refuses an array of packed numbers that was in host memory.
+        call=jitted if packed else compiled,
         marked=marked,
         workspace=int(memory.temp_size_in_bytes) if memory is not None else 0,
         flops=float(cost.get("flops", 0.0)),
         bytes_accessed=float(cost.get("bytes accessed", 0.0)),
         arguments=tuple(flat.types[v].struct() for v in group.inputs),
         may_be_tried=all(_may_be_tried(flat.equations[e].origin) for e in group.equations)
-        and not any(_is_key(flat.types[v].dtype) for v in group.inputs),
+        and all(_can_be_made_up(flat.types[v].dtype) for v in group.inputs),
     )
+
+
+def _can_be_made_up(dtype: Any) -> bool:
+    return not _is_key(dtype) and not _is_packed(dtype)
+
+
+def _is_packed(dtype: Any) -> bool:
+    """Numbers of less than a byte, which XLA packs and numpy does not."""
+    if _is_key(dtype) or not jnp.issubdtype(dtype, jnp.number):
+        return False
+    info = jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo
+    return info(dtype).bits < 8
 
 
 def _is_key(dtype: Any) -> bool:

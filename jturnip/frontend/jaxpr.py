@@ -103,8 +103,8 @@ class FlatJaxpr:
     inputs: tuple[int, ...]
     # Closed-over arrays: (value, array).
     constants: tuple[tuple[int, Any], ...]
-    # Value of each flat result, in order: an argument that is returned as it is (it may be
-    # there more than once), or a value that an equation writes (never more than once).
+    # Value of each flat result, in order, none twice: an argument that is returned as it
+    # is, or a value that an equation writes.
     outputs: tuple[int, ...]
 
     @property
@@ -119,8 +119,8 @@ def flatten(closed: Any, forwarded: Collection[int] = ()) -> FlatJaxpr:
 
     Args:
       closed: `jax.jit(fn).trace(...).jaxpr`, of any supported JAX version.
-      forwarded: positions of arguments that may be returned as they are. Any other result
-        is written by an equation of its own, by a copy where the function has none.
+      forwarded: positions of arguments that may be returned as they are, once. Any other
+        result is written by an equation of its own, a copy where the function has none.
 
     Raises:
       UnsupportedError: for an equation with effects or values that are no arrays; it names
@@ -197,7 +197,8 @@ class _Flattener:
             taken.difference_update(equation.outputs)
         outputs = []
         for result in results:
-            if isinstance(result, int) and result in forwarded:
+            is_value = isinstance(result, int)
+            if is_value and result in forwarded and result not in outputs:
                 outputs.append(result)
                 continue
             if isinstance(result, Constant) or result in taken:

@@ -90,7 +90,7 @@ def check_budget(graph: TaskGraph, gpu_bytes: int) -> None:
 
 def does_not_fit(graph: TaskGraph, gpu_bytes: int, needed_bytes: int) -> DoesNotFit:
     """The error for a budget of `gpu_bytes` where `needed_bytes` are needed."""
-    asked = f"gpu_bytes is {format_bytes(gpu_bytes)}"
+    asked = f"gpu_bytes is {gpu_bytes} ({format_bytes(gpu_bytes)})"
     advice = f"raise gpu_bytes to at least {needed_bytes} ({format_bytes(needed_bytes)})"
     at_start, kept = _bytes_at_start(graph), resident_bytes(graph)
     largest = max(graph.tasks, key=lambda t: task_bytes(graph, t), default=None)

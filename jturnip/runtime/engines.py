@@ -111,6 +111,8 @@ class DeviceEngines:
         # The array whose readiness is the op's completion.
         self._in_flight: dict[int, Any] = {}
         self._errors: dict[int, BaseException] = {}
+        # What waiter threads are doing for this run.
+        self._waiting: dict[int, concurrent.futures.Future[None]] = {}
         self._link = None if link is None else LinkThreads(link, self._queue.push)
 
     # -- the Engines protocol ----------------------------------------------------------
@@ -136,6 +138,7 @@ class DeviceEngines:
                 break
         for op, _ in events:
             self._in_flight.pop(op, None)
+            self._waiting.pop(op, None)
             slot = self._slot_of.pop(op, None)
             if slot is not None:
                 self._marks.give_back(slot)
@@ -151,6 +154,8 @@ class DeviceEngines:
         for array in self._in_flight.values():
             with contextlib.suppress(Exception):
                 array.block_until_ready()
+        # The waiters hold arrays too.
+        concurrent.futures.wait(self._waiting.values())
         if self._link is not None:
             self._link.close()
         for slot in self._slot_of.values():
@@ -182,7 +187,7 @@ class DeviceEngines:
             *results, done = step.call(*operands, token)
         else:
             *results, done = step.call(*operands)
-            _waiters().submit(_wait_for, [done], op, self._queue, self._errors)
+            self._wait_for(op, [done])
         # Only the last result is kept until the run is over: the others' bytes may be
         # needed by then.
         self._in_flight[op] = done
@@ -199,9 +204,9 @@ class DeviceEngines:
         self.arrays[step.writes[0]] = array
         self._in_flight[op] = array
         if self._link is None:
-            _waiters().submit(_wait_for, [array], op, self._queue, self._errors)
+            self._wait_for(op, [array])
         else:
-            _waiters().submit(
+            self._waiting[op] = _waiters().submit(
                 _wait_for_link,
                 [source if to_host else None, array],
                 op,
@@ -211,6 +216,11 @@ class DeviceEngines:
                 began,
                 self._errors,
             )
+
+    def _wait_for(self, op: int, arrays: list[Any]) -> None:
+        self._waiting[op] = _waiters().submit(
+            _wait_for, arrays, op, self._queue, self._errors
+        )
 
     def _release(self, instance: int) -> None:
         array = self.arrays[instance]

@@ -1,0 +1,369 @@
+"""The budget is what is really alive, call after call, thread beside thread."""
+
+import functools
+import gc
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import (
+    Holdings,
+    assert_bitwise,
+    assert_same,
+    device_bytes,
+    layers,
+    memory_kinds,
+    on_host,
+    smallest_budget,
+    tower,
+    unconstrained_peak,
+)
+
+import jturnip
+from jturnip import stages
+from jturnip.compiler import executables
+from jturnip.models import llama
+
+
+X = np.ones((128, 128), np.float32)
+TIGHT = 350_000  # five matrices of `layers`, and a little more
+
+
+def backward(x: Any, weights: Any) -> Any:
+    """Needs its activations again: some must leave and come back."""
+    loss = lambda x, weights: (tower(x, weights) ** 2).mean()
+    return jax.value_and_grad(loss, argnums=1)(x, weights)
+
+
+def while_sampling(
+    call: Callable[[], Any], look: Callable[[list[jax.Array]], Any]
+) -> tuple[Any, list[Any]]:
+    """Calls in this thread, while another one looks at all live arrays over and over."""
+    over, samples = threading.Event(), []
+
+    def sample() -> None:
+        while not over.is_set():
+            samples.append(look(jax.live_arrays()))
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    try:
+        return call(), samples
+    finally:
+        over.set()
+        thread.join()
+
+
+# What is really alive
+
+
+@pytest.mark.parametrize("strategy", ["turnip", "fixed_order", "layerwise", "on_demand"])
+def test_live_device_arrays_never_pass_the_budget(strategy: str):
+    # Over this link the transfers take about half a second, so that there is time to look.
+    link = jturnip.SimulatedLink(5e6, 5e6)
+    weights = jturnip.host(layers(8))
+    f = jturnip.jit(backward, TIGHT, strategy=strategy, link=link)
+    compiled = f.lower(X, weights).compile()
+    assert compiled.plan.d2h_bytes > 0
+    gc.collect()
+    callers = {id(a) for a in jax.live_arrays()}
+
+    def ours(arrays: list[jax.Array]) -> int:
+        return device_bytes([a for a in arrays if id(a) not in callers])
+
+    results, samples = while_sampling(lambda: compiled(X, weights), ours)
+    assert len(samples) > 20
+    # More than half, or the samples tell nothing.
+    assert TIGHT / 2 < max(samples) <= TIGHT
+    del results
+
+
+def test_the_callers_device_arrays_count_against_the_budget():
+    link = jturnip.SimulatedLink(5e6, 5e6)
+    x, weights = jnp.asarray(X), jturnip.host(layers(8))
+    compiled = jturnip.jit(backward, TIGHT, link=link).lower(x, weights).compile()
+    gc.collect()
+    others = {id(a) for a in jax.live_arrays()} - {id(x)}
+
+    def all_but_others(arrays: list[jax.Array]) -> int:
+        return device_bytes([a for a in arrays if id(a) not in others])
+
+    _, samples = while_sampling(lambda: compiled(x, weights), all_but_others)
+    assert x.nbytes < max(samples) <= TIGHT
+
+
+def test_a_donated_device_array_makes_room_while_the_call_runs():
+    link = jturnip.SimulatedLink(5e6, 5e6)
+    x, weights = jnp.asarray(X), jturnip.host(layers(8))
+    f = jturnip.jit(tower, smallest_budget(tower, X, weights), link=link, donate_argnums=0)
+    compiled = f.lower(x, weights).compile()
+    _, samples = while_sampling(
+        lambda: compiled(x, weights), lambda _: x.is_deleted()
+    )
+    assert samples[-2:] == [True, True]
+    assert samples.count(True) > samples.count(False)
+
+
+def test_host_copies_of_numpy_arguments_are_gone_after_the_call():
+    f = jturnip.jit(tower, TIGHT)
+    result = f(X, layers(8))
+    before = Holdings()
+    del before.arrays[id(result)]
+    for _ in range(3):
+        f(X, layers(8))
+    assert before.new_arrays() == [f"float32[128, 128] in {memory_kinds(result)[0]}"]
+
+
+# Nothing is left behind
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="needs Linux's /proc")
+def test_a_thousand_calls_leave_nothing_behind():
+    weights = jturnip.host(layers(3, width=64))
+    x = np.ones((64, 64), np.float32)
+    f = jturnip.jit(backward, smallest_budget(backward, x, weights), strategy="turnip")
+    # Threads start, pools fill and Python's own heap finds its size.
+    for _ in range(100):
+        f(x, weights)
+    assert f.last_run.d2h_bytes > 0
+    before, resident = Holdings(), resident_bytes()
+    numbers = len(jax.live_arrays())
+    for _ in range(1000):
+        f(x, weights)
+    gc.collect()
+    assert before.new_arrays() == []
+    assert len(jax.live_arrays()) == numbers
+    assert before.new_threads() == []
+    # Each call moves some 200 kB. Had each lost as little as one array of 16 KiB, there
+    # would be 16 MiB more; the heap's own ups and downs stay well below half of that.
+    assert resident_bytes() - resident < 8 * 2**20
+
+
+def test_calls_over_a_link_leave_no_threads_behind():
+    link = jturnip.SimulatedLink(1e9, 1e9)
+    f, weights = jturnip.jit(tower, TIGHT, link=link), jturnip.host(layers(8))
+    f(X, weights)
+    before = Holdings()
+    for _ in range(50):
+        f(X, weights)
+    assert before.new_threads() == []
+
+
+def test_a_forgotten_function_holds_nothing():
+    before = Holdings()
+    f, weights = jturnip.jit(tower, TIGHT), jturnip.host(layers(8))
+    f(X, weights)
+    del f, weights
+    assert before.new_arrays() == []
+
+
+def test_planning_and_compiling_leave_no_arrays():
+    weights = jturnip.host(layers(8))
+    before = Holdings()
+    compiled = jturnip.jit(tower, TIGHT).lower(X, weights).compile()
+    assert before.new_arrays() == []
+    del compiled
+
+
+# Threads
+
+
+@pytest.mark.parametrize("gpu_bytes", [2**30, TIGHT], ids=["whole", "split"])
+def test_threads_may_call_the_same_function_at_once(gpu_bytes: int):
+    f = jturnip.jit(backward, gpu_bytes)
+    inputs = [(X * k, layers(8, seed=k)) for k in range(4)]
+    expected = [jax.jit(backward)(*args) for args in inputs]
+    wrong: list[BaseException] = []
+    together = threading.Barrier(len(inputs))
+
+    def call(k: int) -> None:
+        try:
+            together.wait()
+            for _ in range(5):
+                assert_same(f(*jturnip.host(inputs[k])), expected[k])
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=call, args=(k,)) for k in range(len(inputs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_threads_that_call_at_once_compile_once(monkeypatch: pytest.MonkeyPatch):
+    plans = []
+    make_plan = stages.lowering.make_plan
+    monkeypatch.setattr(
+        stages.lowering, "make_plan", lambda *args: plans.append(1) or make_plan(*args)
+    )
+    f, weights = jturnip.jit(tower, TIGHT), jturnip.host(layers(8))
+    threads = [threading.Thread(target=f, args=(X, weights)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(plans) == 1
+
+
+def test_calls_at_once_share_one_budget():
+    link = jturnip.SimulatedLink(2e7, 2e7)
+    f, weights = jturnip.jit(tower, TIGHT, link=link), jturnip.host(layers(8))
+    f(X, weights)
+    gc.collect()
+    callers = {id(a) for a in jax.live_arrays()}
+    results: list[Any] = []
+
+    def call_twice() -> None:
+        threads = [
+            threading.Thread(target=lambda: results.append(f(X, weights))) for _ in range(2)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def ours(arrays: list[jax.Array]) -> int:
+        return device_bytes([a for a in arrays if id(a) not in callers])
+
+    _, samples = while_sampling(call_twice, ours)
+    # The first call's result is the caller's by the time that the second one runs.
+    assert max(samples) <= TIGHT + results[0].nbytes
+
+
+def test_two_functions_may_run_at_once():
+    f, g = jturnip.jit(tower, TIGHT), jturnip.jit(backward, TIGHT)
+    weights = jturnip.host(layers(8))
+    expected = f(X, weights), g(X, weights)
+    wrong: list[BaseException] = []
+
+    def call(fn: Any, result: Any) -> None:
+        try:
+            for _ in range(10):
+                assert_bitwise(fn(X, weights), result)
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [
+        threading.Thread(target=call, args=pair) for pair in zip((f, g), expected, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+# Fits or not
+
+
+def test_what_fits_runs_as_one_executable():
+    f = jturnip.jit(backward, unconstrained_peak(backward, X, layers(4)))
+    f(X, layers(4))
+    plan = f.lower(X, layers(4)).plan
+    assert (f.last_run.strategy, plan.strategy) == ("whole", "whole")
+    assert 0 < f.last_run.peak_bytes == plan.peak_bytes <= plan.gpu_bytes
+
+
+def test_what_fits_runs_as_one_executable_with_its_state_on_the_host_too():
+    step = lambda weights, x: [w - 0.1 * g for w, g in zip(weights, backward(x, weights)[1])]
+    peak = unconstrained_peak(step, layers(4), X, donate_argnums=0)
+    f = jturnip.jit(step, peak, donate_argnums=0)
+    f(jturnip.host(layers(4)), X)
+    assert f.last_run.strategy == "whole"
+
+
+def test_one_byte_less_than_the_whole_needs_does_not_run_whole():
+    f = jturnip.jit(backward, unconstrained_peak(backward, X, layers(4)) - 1)
+    f(X, layers(4))
+    assert f.last_run.strategy != "whole"
+
+
+def test_the_whole_gives_the_bits_of_stock_jit():
+    f = jturnip.jit(backward, 2**30)
+    assert_bitwise(f(X, layers(4)), jax.jit(backward)(X, layers(4)))
+
+
+@pytest.fixture
+def wholes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by one for each whole function that is compiled."""
+    seen: list[int] = []
+
+    def whole_bytes(whole: Any, real: Any = stages._whole_bytes) -> int:
+        seen.append(1)
+        return real(whole)
+
+    monkeypatch.setattr(stages, "_whole_bytes", whole_bytes)
+    return seen
+
+
+def test_the_whole_is_not_compiled_where_it_cannot_fit(wholes: list[int]):
+    weights = jturnip.host(layers(8))
+    jturnip.jit(backward, TIGHT)(X, weights)
+    assert wholes == []
+    jturnip.jit(backward, 2**30)(X, weights)
+    assert wholes != []
+
+
+# Thirty-two layers compile no more than four
+
+
+def llama_split(count: int, fn: Callable[..., Any], budget_of: Callable[[int], int]) -> Any:
+    """A narrow model with `count` layers, split within a budget for its weights' bytes."""
+    config = llama.config("tiny", layers=count, length=8, batch=1, vocabulary=64)
+    params = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=on_host()),
+        llama.abstract_params(config),
+    )
+    tokens = jax.ShapeDtypeStruct((1, 8), jnp.int32)
+    nbytes = sum(leaf.size * 4 for leaf in jax.tree.leaves(params))
+    bound = functools.partial(fn, config)
+    return jturnip.jit(bound, budget_of(nbytes)).lower(params, tokens)._split
+
+
+def llama_gradient(config: Any, params: Any, tokens: Any) -> Any:
+    return jax.grad(lambda params: llama.loss(config, params, tokens))(params)
+
+
+@pytest.fixture(scope="module")
+def quick_compilation():
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.mark.parametrize(
+    ("fn", "budget_of"),
+    [(llama_gradient, lambda nbytes: 150_000), (llama.forward, lambda nbytes: nbytes // 4)],
+    ids=["gradient in the same budget", "forward in a quarter of the weights"],
+)
+def test_many_layers_need_no_more_executables_than_few(
+    quick_compilation: None, fn: Callable[..., Any], budget_of: Callable[[int], int]
+):
+    few, many = llama_split(4, fn, budget_of), llama_split(32, fn, budget_of)
+    assert len(many.executables) <= len(few.executables)
+
+
+def test_a_second_function_of_the_same_layers_compiles_nothing(quick_compilation: None):
+    first = jturnip.jit(tower, TIGHT).lower(X, layers(8))
+    assert first._split.compiled + first._split.reused == len(first._split.executables)
+    again = jturnip.jit(lambda x, weights: tower(x, weights), TIGHT).lower(X, layers(8))
+    assert (again._split.compiled, again._split.reused) == (0, len(first._split.executables))
+
+
+def test_a_cleared_cache_of_executables_compiles_again(quick_compilation: None):
+    jturnip.jit(tower, TIGHT).lower(X, layers(8)).plan.summary()
+    executables.clear_cache()
+    again = jturnip.jit(tower, TIGHT).lower(X, layers(8))
+    assert again._split.compiled == len(again._split.executables)

@@ -1,0 +1,578 @@
+"""The front end: a function to flat equations, these in an order, that order in groups."""
+
+import functools
+import itertools
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import assert_same, some_numbers, tower
+from hypothesis import given, settings, strategies as st
+
+from jturnip.compiler.executables import group_key
+from jturnip.errors import UnsupportedError
+from jturnip.frontend import costs
+from jturnip.frontend.costs import DeviceRates
+from jturnip.frontend.jaxpr import Constant, FlatJaxpr, flatten
+from jturnip.frontend.order import order_equations
+from jturnip.frontend.partition import Group, Partitioner
+from jturnip.models import llama
+
+
+# A device so slow that every product is worth a launch of its own, and one so fast that
+# nothing ever is.
+SLOW = DeviceRates(1.0, 1.0, 1e-9)
+FAST = DeviceRates(1e30, 1e30, 1.0)
+
+
+def flat_of(fn: Callable[..., Any], *args: Any, forwarded: Sequence[int] = ()) -> FlatJaxpr:
+    return flatten(jax.jit(fn).trace(*args).jaxpr, forwarded)
+
+
+def names(flat: FlatJaxpr) -> list[str]:
+    return [equation.name for equation in flat.equations]
+
+
+def evaluate(flat: FlatJaxpr, groups: Sequence[Group], args: Sequence[Any]) -> list[Any]:
+    """Group after group in plain Python; each sees only its inputs."""
+    values: dict[int, Any] = dict(zip(flat.inputs, args, strict=True))
+    values.update(flat.constants)
+    for group in groups:
+        inside = {v: values[v] for v in group.inputs}
+        for e in group.equations:
+            equation = flat.equations[e]
+            operands = [
+                v.value if isinstance(v, Constant) else inside[v] for v in equation.inputs
+            ]
+            inside.update(zip(equation.outputs, equation.bind(operands), strict=True))
+        values.update((v, inside[v]) for v in group.outputs)
+    return [values[v] for v in flat.outputs]
+
+
+def x32(*shape: int, seed: int = 0) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+# Flattening
+
+
+def test_nested_calls_are_inlined():
+    inner = jax.jit(lambda x: jnp.sin(x) + 1)
+    assert names(flat_of(lambda x: inner(inner(x)), x32(4))) == ["sin", "add"] * 2
+
+
+def test_custom_derivatives_and_checkpoints_are_inlined():
+    @jax.custom_jvp
+    def sine(x):
+        return jnp.sin(x)
+
+    sine.defjvp(lambda x, t: (sine(*x), t[0]))
+
+    @jax.custom_vjp
+    def cosine(x):
+        return jnp.cos(x)
+
+    cosine.defvjp(lambda x: (cosine(x), None), lambda _, g: (g,))
+    fn = lambda x: jax.checkpoint(lambda x: sine(cosine(x)))(x)
+    assert names(flat_of(fn, x32(4))) == ["cos", "sin"]
+
+
+def test_loops_and_branches_are_one_equation_each():
+    def fn(x):
+        x, _ = jax.lax.scan(lambda c, _: (c * 2, None), x, length=3)
+        x = jax.lax.while_loop(lambda c: c.sum() < 0, lambda c: c + 1, x)
+        return jax.lax.cond(x[0] > 0, lambda a: a, lambda a: -a, x)
+
+    found = names(flat_of(fn, x32(4)))
+    assert [found.count(name) for name in ("scan", "while", "cond")] == [1, 1, 1]
+
+
+def test_dead_equations_are_gone():
+    def fn(x):
+        _ = jnp.sin(x) @ x
+        return jnp.cos(x)
+
+    assert names(flat_of(fn, x32(4))) == ["cos"]
+
+
+def test_dead_equations_inside_a_call_are_gone():
+    inner = jax.jit(lambda x: (jnp.sin(x), jnp.cos(x)))
+    assert names(flat_of(lambda x: inner(x)[1], x32(4))) == ["cos"]
+
+
+def test_scalars_are_constants_of_equations_and_arrays_are_values():
+    table = x32(4, seed=1)
+    flat = flat_of(lambda x: x * 2.0 + table, x32(4))
+    scalars = [v for e in flat.equations for v in e.inputs if isinstance(v, Constant)]
+    assert [float(s.value) for s in scalars] == [2.0]
+    assert [c for _, c in flat.constants] == [table]
+
+
+def test_an_array_closed_over_twice_is_one_value():
+    table = x32(4, seed=1)
+    inner = jax.jit(lambda x: x + table)
+    assert len(flat_of(lambda x: inner(x) * table, x32(4)).constants) == 1
+
+
+def test_closed_over_arrays_that_nothing_reads_are_gone():
+    table = x32(4, seed=1)
+
+    def fn(x):
+        _ = x + table
+        return x * 2
+
+    assert flat_of(fn, x32(4)).constants == ()
+
+
+def test_every_argument_is_an_input_even_if_unused():
+    assert len(flat_of(lambda x, y, z: y + 1, x32(4), x32(4), x32(4)).inputs) == 3
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: (x, x),
+        lambda x: (jnp.sin(x),) * 3,
+        lambda x: (1.0, 1.0, x),
+        lambda x: (CLOSED_OVER, CLOSED_OVER, x),
+        lambda x: (jnp.sin(x), jax.jit(lambda y: y)(x), x),
+    ],
+    ids=["argument", "value", "literal", "closed over", "through a call"],
+)
+def test_results_are_written_once_each(fn: Callable[..., Any]):
+    flat = flat_of(fn, x32(4))
+    written = [v for e in flat.equations for v in e.outputs]
+    assert len(set(flat.outputs)) == len(flat.outputs)
+    assert set(flat.outputs) <= set(written)
+    found = evaluate(flat, Partitioner(flat, FAST).partition(1 << 30), [x32(4)])
+    assert_same(found, jax.tree.leaves(jax.jit(fn)(x32(4))))
+
+
+CLOSED_OVER = x32(3, seed=7)
+
+
+def test_an_argument_that_may_be_forwarded_is_a_result_as_it_is_once():
+    flat = flat_of(lambda x, y: (x, y, x), x32(4), x32(4), forwarded=[0])
+    assert flat.outputs[0] == flat.inputs[0]
+    assert set(flat.outputs[1:]).isdisjoint(flat.inputs)
+    assert names(flat) == ["copy", "copy"]
+
+
+def test_types_are_those_of_the_jaxpr():
+    flat = flat_of(lambda x, n: (x.astype(jnp.bfloat16), n + 1), x32(4), 3)
+    assert [(t.shape, t.dtype, t.weak_type) for t in (flat.types[v] for v in flat.outputs)] == [
+        ((4,), jnp.bfloat16, False),
+        ((), jnp.int32, True),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "nbytes"), [(jnp.float32, 24), (jnp.bfloat16, 12), (jnp.bool_, 6), (jnp.int4, 6)]
+)
+def test_bytes_of_a_value(dtype: Any, nbytes: int):
+    flat = flat_of(lambda x: x, jax.ShapeDtypeStruct((2, 3), dtype))
+    assert flat.types[flat.inputs[0]].nbytes == nbytes
+
+
+def test_bytes_of_keys_are_those_of_their_data():
+    flat = flat_of(lambda k: k, jax.random.split(jax.random.key(0), 3))
+    assert flat.types[flat.inputs[0]].nbytes == 3 * 8
+
+
+def test_bytes_of_no_elements():
+    flat = flat_of(lambda x: x, jnp.zeros((0, 3)))
+    assert flat.types[flat.inputs[0]].nbytes == 0
+
+
+def test_effects_are_refused_even_inside_a_call():
+    @jax.jit
+    def inner(x):
+        jax.debug.print("{}", x)
+        return x
+
+    with pytest.raises(UnsupportedError, match=r"has effects.*test_frontend|test_frontend.*has"):
+        flat_of(lambda x: inner(x) + 1, x32(4))
+
+
+# The order
+
+
+def random_program(rng: random.Random, size: int) -> tuple[Callable[..., Any], list[Any]]:
+    """A function of some matrices: products, cheap chains, broadcasts, nested calls."""
+    args = [x32(6, 6, seed=k) for k in range(rng.randint(1, 3))]
+    choices = [
+        (rng.randrange(9), rng.random(), rng.random(), rng.random()) for _ in range(size)
+    ]
+    results = [rng.random() for _ in range(rng.randint(1, 4))]
+
+    def fn(*args: Any) -> Any:
+        values = list(args)
+        pick = lambda share: values[int(share * len(values))]
+        for kind, a, b, c in choices:
+            x, y = pick(a), pick(b)
+            match kind:
+                case 0 | 1:
+                    value = jnp.tanh(x @ y / 6)
+                case 2:
+                    value = x + 0.5 * y
+                case 3:
+                    value = jnp.broadcast_to(x.sum(0), (6, 6)) / 36
+                case 4:
+                    value = jax.jit(lambda x, y: (x * y, x - y))(x, y)[int(2 * c)]
+                case 5:
+                    value = jnp.where(x > 0, y.T, CLOSED_OVER.sum())
+                case 6:
+                    value = jnp.sort(x, axis=0)
+                case 7:
+                    value = jax.nn.softmax(x, axis=-1)
+                case _:
+                    value = jnp.zeros((6, 6)) + c
+            values.append(value)
+        return [pick(share) for share in results]
+
+    return fn, args
+
+
+programs = st.builds(
+    random_program, st.randoms(use_true_random=False), st.integers(0, 25)
+)
+
+
+@st.composite
+def equations(draw: st.DrawFn) -> tuple[list[bool], list[tuple[int, ...]]]:
+    """Which equations are heavy, and the earlier ones that each reads."""
+    heavy = draw(st.lists(st.booleans(), max_size=20))
+    operands = [
+        draw(st.sets(st.integers(0, e - 1), max_size=3)) if e else set()
+        for e in range(len(heavy))
+    ]
+    return heavy, [tuple(sorted(earlier)) for earlier in operands]
+
+
+@given(equations())
+def test_the_order_keeps_every_dependency(
+    program: tuple[list[bool], list[tuple[int, ...]]],
+):
+    heavy, operands = program
+    order = order_equations(heavy, operands)
+    assert sorted(order.equations) == list(range(len(heavy)))
+    at = {e: position for position, e in enumerate(order.equations)}
+    assert all(at[p] < at[e] for e in at for p in operands[e])
+    assert all(0 <= cut <= len(heavy) for cut in order.cuts)
+
+
+@given(equations())
+def test_heavy_work_stays_in_program_order(
+    program: tuple[list[bool], list[tuple[int, ...]]],
+):
+    heavy, operands = program
+    order = order_equations(heavy, operands)
+    found = [e for e in order.equations if heavy[e]]
+    assert found == sorted(found)
+
+
+def test_what_leads_to_no_heavy_work_follows_what_it_depends_on():
+    # 0 and 1 are heavy; 2 reads 0, and 3 reads 2: an update of what 0 made.
+    order = order_equations([True, True, False, False], [(), (), (0,), (2,)])
+    assert order.equations == (0, 2, 3, 1)
+
+
+def test_what_depends_on_no_heavy_work_comes_before_its_first_reader():
+    # 0 is a mask that only the second heavy equation reads.
+    order = order_equations([False, True, True], [(), (), (0,)])
+    assert order.equations == (1, 0, 2)
+
+
+def test_an_update_follows_the_gradient_it_uses_up():
+    # Each weight's update comes right after its own gradient, not at the end.
+    def step(weights, x):
+        loss = lambda ws: functools.reduce(lambda x, w: jnp.exp(x @ w), ws, x).sum()
+        grads = jax.grad(loss)(weights)
+        return [w - 0.1 * g for w, g in zip(weights, grads, strict=True)]
+
+    flat = flat_of(step, [x32(8, 8)] * 4, x32(8, 8))
+    groups = Partitioner(flat, SLOW).partition(0)
+    order = [flat.equations[g.equations[-1]].name for g in groups]
+    updates = [k for k, name in enumerate(order) if name == "sub"]
+    products = [k for k, name in enumerate(order) if name == "dot_general"]
+    assert len(updates) == 4
+    assert updates[0] < products[-1]
+
+
+# Groups
+
+
+def assert_groups_are_right(flat: FlatJaxpr, groups: Sequence[Group]) -> None:
+    times = Counter(e for group in groups for e in group.equations)
+    assert set(times) == set(range(len(flat.equations))), "every live equation is somewhere"
+    written = set(flat.inputs) | {v for v, _ in flat.constants}
+    for group in groups:
+        inside = set(group.inputs)
+        assert inside <= written, "a group reads what none before it wrote"
+        assert len(set(group.inputs)) == len(group.inputs)
+        for e in group.equations:
+            values = {v for v in flat.equations[e].inputs if isinstance(v, int)}
+            assert values <= inside, f"equation {e} comes before what it reads"
+            inside.update(flat.equations[e].outputs)
+        assert set(group.outputs) <= inside - set(group.inputs)
+        assert written.isdisjoint(group.outputs), "a value leaves two groups"
+        written.update(group.outputs)
+    # What leaves no group is either repeated or not needed outside.
+    assert set(flat.outputs) <= written
+    cheap = {e for e, count in times.items() if count > 1}
+    assert not {flat.equations[e].name for e in cheap} & costs.HEAVY, "heavy work is repeated"
+
+
+BUDGETS = [0, 200, 1000, 5000, 1 << 30]
+
+
+@given(programs, st.sampled_from(BUDGETS), st.sampled_from([SLOW, FAST]))
+@settings(max_examples=80, deadline=None)
+def test_groups_cover_the_function(
+    program: tuple[Callable[..., Any], list[Any]], largest: int, rates: DeviceRates
+):
+    fn, args = program
+    flat = flat_of(fn, *args)
+    assert_groups_are_right(flat, Partitioner(flat, rates).partition(largest))
+
+
+@given(programs, st.sampled_from(BUDGETS), st.sampled_from([SLOW, FAST]))
+@settings(max_examples=25, deadline=None)
+def test_groups_one_after_the_other_compute_the_function(
+    program: tuple[Callable[..., Any], list[Any]], largest: int, rates: DeviceRates
+):
+    fn, args = program
+    flat = flat_of(fn, *args)
+    found = evaluate(flat, Partitioner(flat, rates).partition(largest), args)
+    assert_same(found, jax.jit(fn)(*args))
+
+
+def llama_loss() -> tuple[Callable[..., Any], list[Any]]:
+    config = llama.config("tiny", layers=2, length=8, batch=1, vocabulary=64)
+    tokens = np.random.default_rng(1).integers(0, 64, (1, 8), np.int32)
+    args = [some_numbers(llama.abstract_params(config)), tokens]
+    return jax.grad(functools.partial(llama.loss, config)), args
+
+
+@pytest.mark.parametrize("largest", [0, 20_000, 1 << 30])
+def test_groups_of_a_models_gradient_compute_it(largest: int):
+    fn, args = llama_loss()
+    flat = flat_of(fn, *args)
+    groups = Partitioner(flat, SLOW).partition(largest)
+    assert_groups_are_right(flat, groups)
+    found = evaluate(flat, groups, jax.tree.leaves(args))
+    assert_same(found, jax.tree.leaves(jax.jit(fn)(*args)))
+
+
+def test_the_finest_groups_are_one_equation_each_beside_repeated_ones():
+    fn, args = llama_loss()
+    flat = flat_of(fn, *args)
+    groups = Partitioner(flat, FAST).partition(0)
+    times = Counter(e for group in groups for e in group.equations)
+    for group in groups:
+        # The last is its own; those before it blow something small up for it.
+        assert all(
+            times[e] >= 1 and flat.equations[e].name not in costs.HEAVY
+            for e in group.equations[:-1]
+        )
+    assert len({g.equations[-1] for g in groups}) == len(groups)
+
+
+def test_less_room_gives_more_groups():
+    fn, args = llama_loss()
+    partitioner = Partitioner(flat_of(fn, *args), FAST)
+    counts = [len(partitioner.partition(n)) for n in (0, 5_000, 20_000, 100_000, 1 << 30)]
+    assert counts == sorted(counts, reverse=True)
+    assert counts[0] > 4 * counts[-1]
+
+
+def test_a_product_worth_a_launch_is_a_task_of_its_own():
+    fn = lambda x: jnp.tanh(jnp.tanh(x @ x) @ x) @ x
+    flat = flat_of(fn, x32(8, 8))
+    groups = Partitioner(flat, SLOW).partition(1 << 30)
+    heavy = [
+        sum(flat.equations[e].name == "dot_general" for e in group.equations)
+        for group in groups
+    ]
+    assert heavy == [1, 1, 1]
+
+
+def test_work_too_small_for_a_launch_is_joined():
+    fn = lambda x: jnp.tanh(jnp.tanh(x @ x) @ x) @ x
+    assert len(Partitioner(flat_of(fn, x32(8, 8)), FAST).partition(1 << 30)) == 1
+
+
+def test_a_large_broadcast_is_repeated_by_its_readers():
+    # The mask is 64 KiB, made of nothing: no task should hold it for another.
+    def fn(x):
+        mask = jnp.tril(jnp.ones((128, 128), bool))
+        for _ in range(3):
+            x = jnp.where(mask, x @ x, 0.0)
+        return x
+
+    flat = flat_of(fn, x32(128, 128))
+    groups = Partitioner(flat, SLOW).partition(1 << 30)
+    passed = [flat.types[v].dtype for g in groups for v in g.outputs]
+    assert len(groups) >= 3
+    assert jnp.bool_ not in passed
+    assert_groups_are_right(flat, groups)
+
+
+def test_refining_cuts_only_the_groups_that_are_named():
+    fn, args = llama_loss()
+    flat = flat_of(fn, *args)
+    partitioner = Partitioner(flat, SLOW)
+    groups = partitioner.partition(1 << 30)
+    large = max(range(len(groups)), key=lambda k: len(groups[k].equations))
+    finer = partitioner.refine(groups, frozenset([large]))
+    assert finer[:large] == groups[:large]
+    assert finer[large + 2 :] == groups[large + 1 :]
+    assert_groups_are_right(flat, finer)
+
+
+def test_refining_single_equations_changes_nothing():
+    fn, args = llama_loss()
+    partitioner = Partitioner(flat_of(fn, *args), FAST)
+    groups = partitioner.partition(0)
+    assert partitioner.refine(groups, frozenset(range(len(groups)))) == groups
+
+
+@given(programs)
+@settings(max_examples=25, deadline=None)
+def test_refining_over_and_over_ends_at_single_equations(
+    program: tuple[Callable[..., Any], list[Any]],
+):
+    fn, args = program
+    flat = flat_of(fn, *args)
+    partitioner = Partitioner(flat, FAST)
+    groups = partitioner.partition(1 << 30)
+    while True:
+        finer = partitioner.refine(groups, frozenset(range(len(groups))))
+        assert_groups_are_right(flat, finer)
+        if len(finer) == len(groups):
+            break
+        groups = finer
+    assert finer == partitioner.partition(0)
+
+
+def test_a_function_of_no_equations_has_no_groups():
+    flat = flat_of(lambda x: x, x32(4), forwarded=[0])
+    assert Partitioner(flat, SLOW).partition(0) == []
+
+
+# Keys
+
+
+def keys_of(fn: Callable[..., Any], *args: Any) -> list[Any]:
+    flat = flat_of(fn, *args)
+    return [group_key(flat, g) for g in Partitioner(flat, SLOW).partition(1 << 30)]
+
+
+def test_equal_layers_have_equal_keys():
+    keys = keys_of(tower, x32(8, 8), [x32(8, 8)] * 20)
+    assert len(keys) >= 20
+    assert set(keys) == set(keys_of(tower, x32(8, 8), [x32(8, 8)] * 5))
+
+
+def test_equal_functions_traced_apart_have_equal_keys():
+    first = keys_of(lambda x: jax.nn.softmax(x @ x), x32(8, 8))
+    jax.clear_caches()
+    again = keys_of(lambda y: jax.nn.softmax(y @ y), x32(8, 8))
+    assert first == again
+
+
+def test_equal_loops_traced_apart_have_equal_keys():
+    def fn(x):
+        return jax.lax.scan(lambda c, _: (jnp.tanh(c @ c), c.sum()), x, length=3)
+
+    first = keys_of(fn, x32(8, 8))
+    jax.clear_caches()
+    assert keys_of(fn, x32(8, 8)) == first
+
+
+BASE = lambda x, y: jnp.cumsum(x @ y, axis=0) * 2.0
+
+
+@pytest.mark.parametrize(
+    ("fn", "args"),
+    [
+        (lambda x, y: jnp.cumsum(x @ y, axis=0) * 3.0, (x32(8, 8), x32(8, 8))),
+        (lambda x, y: jnp.cumsum(x @ y, axis=1) * 2.0, (x32(8, 8), x32(8, 8))),
+        (lambda x, y: jnp.cumprod(x @ y, axis=0) * 2.0, (x32(8, 8), x32(8, 8))),
+        (lambda x, y: jnp.cumsum(x @ x, axis=0) * 2.0, (x32(8, 8), x32(8, 8))),
+        (lambda x, y: (x @ y, jnp.cumsum(x @ y, axis=0) * 2.0), (x32(8, 8), x32(8, 8))),
+        (BASE, (x32(8, 4), x32(4, 8))),
+        (BASE, (x32(8, 8).astype(jnp.bfloat16), x32(8, 8).astype(jnp.bfloat16))),
+    ],
+    ids=["literal", "param", "primitive", "operands", "results", "shape", "dtype"],
+)
+def test_what_differs_has_another_key(fn: Callable[..., Any], args: tuple[Any, ...]):
+    whole = lambda fn, args: [
+        group_key(flat, g)
+        for flat in [flat_of(fn, *args)]
+        for g in Partitioner(flat, FAST).partition(1 << 30)
+    ]
+    assert whole(fn, args) != whole(BASE, (x32(8, 8), x32(8, 8)))
+
+
+def test_a_weak_type_makes_another_key():
+    keys = keys_of(lambda x: x * 2, 3.0), keys_of(lambda x: x * 2, jnp.float32(3.0))
+    assert keys[0] != keys[1]
+
+
+def test_matmul_precision_makes_another_key():
+    fn = lambda x: x @ x
+    usual = keys_of(fn, x32(8, 8))
+    with jax.default_matmul_precision("highest"):
+        assert keys_of(fn, x32(8, 8)) != usual
+
+
+def test_different_loop_bodies_have_different_keys():
+    def loop(factor: float) -> Callable[..., Any]:
+        return lambda x: jax.lax.fori_loop(0, 3, lambda _, c: c * factor, x)
+
+    assert keys_of(loop(2.0), x32(8, 8)) != keys_of(loop(3.0), x32(8, 8))
+
+
+def test_different_callbacks_have_different_keys():
+    def calling(factor: float) -> Callable[..., Any]:
+        return lambda x: jax.pure_callback(lambda a: a * np.float32(factor), x, x)
+
+    assert keys_of(calling(2.0), x32(8, 8)) != keys_of(calling(3.0), x32(8, 8))
+
+
+# Costs
+
+
+def test_a_products_flops_are_two_for_each_multiplication():
+    flat = flat_of(lambda x, y: x @ y, x32(3, 5), x32(5, 7))
+    (product,) = flat.equations
+    assert costs.flops(product, flat) == 2 * 3 * 5 * 7
+
+
+def test_a_batched_products_flops():
+    flat = flat_of(lambda x, y: jnp.einsum("bij,bjk->bik", x, y), x32(2, 3, 5), x32(2, 5, 7))
+    found = [costs.flops(e, flat) for e in flat.equations if e.name == "dot_general"]
+    assert found == [2 * 2 * 3 * 5 * 7]
+
+
+def test_a_scans_flops_are_its_bodys_times_its_length():
+    def loop(length: int) -> float:
+        fn = lambda x: jax.lax.scan(lambda c, _: (c @ c, None), x, length=length)[0]
+        flat = flat_of(fn, x32(8, 8))
+        return sum(costs.flops(e, flat) for e in flat.equations)
+
+    assert loop(30) / loop(10) == pytest.approx(3, rel=0.1)
+
+
+def test_all_pairs_of_budgets_and_rates_are_deterministic():
+    fn, args = llama_loss()
+    flat = flat_of(fn, *args)
+    for rates, largest in itertools.product((SLOW, FAST), BUDGETS):
+        first = Partitioner(flat, rates).partition(largest)
+        assert first == Partitioner(flat, rates).partition(largest)

@@ -1,0 +1,209 @@
+"""The simulator on graphs small enough to time by hand, and against the state machine."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings, strategies as st
+from support import GraphBuilder, streaming_chain, taskgraphs
+
+from jturnip.graph.memgraph import OpKind
+from jturnip.graph.taskgraph import Place, TaskGraph
+from jturnip.planner.planner import plan, smallest_budget
+from jturnip.planner.strategies import STRATEGIES
+from jturnip.runtime.report import RunReport
+from jturnip.runtime.schedule import COMPUTE, D2H, H2D, Link, Schedule, schedule
+from jturnip.runtime.simulated import simulate
+from jturnip.runtime.state import Limits, RunState
+
+
+# One byte takes one second, so that sizes are times.
+LINK = Link(1.0, 1.0)
+
+
+def a_schedule(
+    ops: Sequence[tuple[int, float]], deps: dict[int, Sequence[int]] | None = None
+) -> Schedule:
+    """Ops as (engine, seconds), each of which waits for some."""
+    count, deps = len(ops), deps or {}
+    zeros = (0,) * count
+    return Schedule(
+        engines=tuple(engine for engine, _ in ops),
+        waits=tuple(len(deps.get(op, ())) for op in range(count)),
+        successors=tuple(
+            tuple(o for o in range(count) if op in deps.get(o, ())) for op in range(count)
+        ),
+        ranks=tuple(range(count)),
+        by_rank=tuple(range(count)),
+        seconds=tuple(seconds for _, seconds in ops),
+        takes=zeros,
+        gives_back=zeros,
+        frees=zeros,
+        moves=tuple(int(engine in (H2D, D2H)) for engine, _ in ops),
+        bytes_at_start=0,
+    )
+
+
+def test_runs_take_their_time_one_after_the_other():
+    report = simulate(a_schedule([(COMPUTE, 2.0), (COMPUTE, 3.0)]))
+    assert (report.seconds, report.compute_seconds, report.stall_seconds) == (5.0, 5.0, 0.0)
+
+
+def test_compute_and_both_directions_overlap():
+    report = simulate(a_schedule([(COMPUTE, 4.0), (H2D, 3.0), (D2H, 2.0)]))
+    assert report.seconds == 4.0
+
+
+def test_transfers_of_one_direction_take_turns():
+    report = simulate(a_schedule([(H2D, 3.0), (H2D, 4.0)]))
+    assert report.seconds == 7.0
+    assert report.ends == (3.0, 7.0)
+
+
+def test_a_run_waits_for_the_transfer_it_needs():
+    report = simulate(a_schedule([(H2D, 3.0), (COMPUTE, 2.0)], {1: [0]}))
+    assert (report.seconds, report.stall_seconds) == (5.0, 3.0)
+    assert (report.starts, report.ends) == ((0.0, 3.0), (3.0, 5.0))
+
+
+def test_a_transfer_behind_a_run_costs_no_stall():
+    # The reload of the second run's weight hides behind the first run.
+    ops = [(COMPUTE, 4.0), (H2D, 3.0), (COMPUTE, 4.0)]
+    report = simulate(a_schedule(ops, {2: [1]}))
+    assert (report.seconds, report.stall_seconds) == (8.0, 0.0)
+
+
+def test_a_stall_is_the_time_in_which_compute_has_nothing():
+    ops = [(COMPUTE, 4.0), (H2D, 7.0), (COMPUTE, 4.0)]
+    report = simulate(a_schedule(ops, {2: [1]}))
+    assert (report.seconds, report.stall_seconds) == (11.0, 3.0)
+
+
+def test_waiting_for_the_last_offload_is_no_stall():
+    report = simulate(a_schedule([(COMPUTE, 1.0), (D2H, 5.0)], {1: [0]}))
+    assert (report.seconds, report.stall_seconds) == (6.0, 0.0)
+
+
+def test_latency_delays_a_completion_and_does_not_occupy_the_link():
+    ops = [(H2D, 3.0), (H2D, 3.0), (COMPUTE, 1.0)]
+    report = simulate(a_schedule(ops, {2: [1]}), latency_seconds=2.0)
+    assert report.ends == (5.0, 8.0, 9.0)
+
+
+def test_an_offload_begins_when_the_run_that_wrote_is_over():
+    # The state machine may issue it as soon as the run is dispatched.
+    report = simulate(a_schedule([(COMPUTE, 4.0), (D2H, 2.0)], {1: [0]}))
+    assert report.ends == (4.0, 6.0)
+
+
+def test_a_limit_of_one_run_in_flight_still_keeps_compute_busy_in_virtual_time():
+    ops = [(COMPUTE, 2.0)] * 3
+    assert simulate(a_schedule(ops), limits=Limits(compute=1)).seconds == 6.0
+
+
+def two_weights(nbytes: int, seconds: float) -> TaskGraph:
+    g = GraphBuilder()
+    x = g.input(0, Place.DEVICE)
+    for _ in range(2):
+        (x,) = g.task([x, g.input(nbytes)], 0, seconds=seconds)
+    return g.build([x])
+
+
+def test_with_room_for_two_weights_the_second_loads_while_the_first_is_used():
+    graph = two_weights(256, seconds=256.0)
+    report = simulate(schedule(graph, plan(graph, 512), LINK))
+    assert report.seconds == 3 * 256.0
+
+
+def test_with_room_for_one_weight_nothing_overlaps():
+    graph = two_weights(256, seconds=256.0)
+    report = simulate(schedule(graph, plan(graph, 256), LINK))
+    assert report.seconds == 4 * 256.0
+    assert report.stall_seconds == 2 * 256.0
+
+
+def test_on_demand_never_loads_ahead():
+    graph = two_weights(256, seconds=256.0)
+    report = simulate(schedule(graph, plan(graph, 512, "on_demand"), LINK))
+    assert report.seconds == 4 * 256.0
+
+
+def test_bytes_moved_are_those_of_the_plan():
+    graph = two_weights(300, seconds=1.0)
+    report = simulate(schedule(graph, plan(graph, 512), LINK))
+    assert (report.h2d_bytes, report.d2h_bytes) == (600, 0)
+
+
+def test_the_same_schedule_gives_the_same_report():
+    graph = streaming_chain(100, [300, 700])
+    ready = schedule(graph, plan(graph, 4 * smallest_budget(graph)), LINK)
+    assert simulate(ready) == simulate(ready)
+
+
+# Against the state machine and what must hold
+
+
+def replayed(ready: Schedule, report: RunReport) -> list[int]:
+    """The starts that a RunState orders when it is told the simulator's completions."""
+    ends = dict(zip(report.order, report.ends, strict=True))
+    assert len(set(ends.values())) == len(ends), "no two completions fall together"
+    state = RunState(ready)
+    started = state.begin()
+    for op in sorted(ends, key=ends.__getitem__):
+        started += state.handle([op])
+    assert state.finished
+    return [op for op in started if op in ends]
+
+
+def with_times(graph: TaskGraph, factor: float) -> TaskGraph:
+    """Distinct times, so that no two completions fall together."""
+    tasks = [
+        dataclasses.replace(t, seconds=factor * (1 + t.id / 7.3)) for t in graph.tasks
+    ]
+    return dataclasses.replace(graph, tasks=tuple(tasks))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("factor", [0.1, 10.0, 1000.0])
+def test_the_simulated_order_is_the_state_machines(strategy: str, factor: float):
+    graph = with_times(streaming_chain(40, [300, 700, 1100]), factor)
+    memgraph = plan(graph, 2 * smallest_budget(graph), strategy)
+    ready = schedule(graph, memgraph, Link(1.1, 1.3))
+    report = simulate(ready)
+    assert replayed(ready, report) == list(report.order)
+
+
+@given(taskgraphs(), st.sampled_from(sorted(STRATEGIES)), st.sampled_from([0, 512, 4096]))
+@settings(max_examples=100, deadline=None)
+def test_a_run_is_never_faster_than_its_work(graph: TaskGraph, strategy: str, more: int):
+    memgraph = plan(graph, smallest_budget(graph) + more, strategy)
+    ready = schedule(graph, memgraph, LINK)
+    report = simulate(ready, latency_seconds=0.5)
+    compute = sum(t.seconds for t in graph.tasks)
+    least = max(compute, float(report.h2d_bytes), float(report.d2h_bytes))
+    # Sums are added up in another order.
+    assert report.seconds >= least * (1 - 1e-9)
+    assert report.compute_seconds == pytest.approx(compute)
+    assert 0 <= report.stall_seconds <= report.seconds
+
+
+@given(taskgraphs(), st.sampled_from(sorted(STRATEGIES)), st.sampled_from([0, 512, 4096]))
+@settings(max_examples=100, deadline=None)
+def test_no_op_begins_before_what_it_waits_for_is_over(
+    graph: TaskGraph, strategy: str, more: int
+):
+    memgraph = plan(graph, smallest_budget(graph) + more, strategy)
+    report = simulate(schedule(graph, memgraph, LINK))
+    ends = dict(zip(report.order, report.ends, strict=True))
+    for op in memgraph.ops:
+        over = [ends.get(dep.op, 0.0) for dep in op.deps]
+        if op.kind is OpKind.DROP:
+            # It takes no time: it is over when the last of what it waits for is.
+            ends[op.id] = max(over, default=0.0)
+            continue
+        begin = ends[op.id] - (
+            graph.tasks[op.task].seconds
+            if op.task is not None
+            else float(graph.buffers[memgraph.instances[op.reads[0]].buffer].nbytes)
+        )
+        assert begin >= max(over, default=0.0) - 1e-9, f"op {op.id}"

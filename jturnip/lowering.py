@@ -137,7 +137,9 @@ def may_fit(
     but not twice as well.
     """
     graph, _ = _build(flat, partitioner.partition(gpu_bytes // _SHARE), arguments)
-    return figures.liveness_peak(graph) <= _HOPE * gpu_bytes
+    # The arguments' buffers come first, in order.
+    donated = frozenset(BufferId(i) for i, w in enumerate(arguments.whose) if w.donated)
+    return figures.liveness_peak(graph, donated) <= _HOPE * gpu_bytes
 
 
 def _refuse_early(

@@ -124,8 +124,13 @@ class Holdings:
 
 
 def unconstrained_peak(fn: Callable[..., Any], *args: Any, **keywords: Any) -> int:
-    """Device bytes of `jax.jit(fn, **keywords)(*args)`, by XLA's own analysis."""
-    memory = jax.jit(fn, **keywords).lower(*args).compile().memory_analysis()
+    """Device bytes that `jax.jit(fn, **keywords)(*args)` needs."""
+    return whole_bytes(jax.jit(fn, **keywords).lower(*args).compile())
+
+
+def whole_bytes(compiled: Any) -> int:
+    """Device bytes of a function compiled by stock JAX, by XLA's own analysis."""
+    memory = compiled.memory_analysis()
     return (
         memory.argument_size_in_bytes
         + memory.output_size_in_bytes

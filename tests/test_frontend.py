@@ -353,13 +353,13 @@ def test_groups_one_after_the_other_compute_the_function(
 
 
 def llama_loss() -> tuple[Callable[..., Any], list[Any]]:
-    config = llama.config("tiny", layers=2, length=8, batch=1, vocabulary=64)
+    config = llama.config("tiny", layers=1, length=8, batch=1, vocabulary=64)
     tokens = np.random.default_rng(1).integers(0, 64, (1, 8), np.int32)
     args = [some_numbers(llama.abstract_params(config)), tokens]
     return jax.grad(functools.partial(llama.loss, config)), args
 
 
-@pytest.mark.parametrize("largest", [0, 20_000, 1 << 30])
+@pytest.mark.parametrize("largest", [0, 20_000])
 def test_groups_of_a_models_gradient_compute_it(largest: int):
     fn, args = llama_loss()
     flat = flat_of(fn, *args)

@@ -4,14 +4,17 @@
 | --- | --- | --- |
 | `jax._src.source_info_util.summarize` | the user's file and line | no line |
 | `jax._src.config.trace_context` | what changes how a function traces | the x64 mode |
+| `batched_copy_array_to_devices_with_sharding` | copies quickly | `device_put` |
 
 It also reads what JAX offers publicly but does not describe to type checkers.
 """
 
+import functools
 from collections.abc import Hashable
 from typing import Any, TypeAlias
 
 import jax
+import numpy as np
 
 
 # `jax.Device`, which is a variable to type checkers.
@@ -29,6 +32,33 @@ try:
     from jax._src.config import trace_context as _trace_context
 except ImportError:  # pragma: no cover - depends on the jax version
     _trace_context = None
+
+
+try:
+    from jax._src.lib import xla_client as _xla_client
+
+    _batched_copy: Any = _xla_client.batched_copy_array_to_devices_with_sharding
+    _REUSE: Any = _xla_client.ArrayCopySemantics.REUSE_INPUT
+except (ImportError, AttributeError):  # pragma: no cover - depends on the jax version
+    _batched_copy = None
+
+
+def copy_to(array: Any, sharding: Any) -> Any:
+    """`jax.device_put` of an array on one device to another memory of that device."""
+    global _batched_copy
+    if _batched_copy is not None and type(array) is array_type():
+        try:
+            devices = sharding._internal_device_list
+            return _batched_copy([array], [devices], [sharding], [_REUSE])[0]
+        except (AttributeError, TypeError):  # another signature than the one we know
+            _batched_copy = None
+    return jax.device_put(array, sharding)
+
+
+@functools.cache
+def array_type() -> type:
+    """The class of concrete arrays; PRNG keys have another."""
+    return type(jax.device_put(np.int32(0)))
 
 
 def source_line(equation: Any) -> str:

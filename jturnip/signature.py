@@ -1,6 +1,5 @@
 """Calls as flat arguments: what is static, what is donated, what to call each leaf."""
 
-import functools
 import inspect
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
@@ -36,7 +35,7 @@ class Call:
 
         Its hash raises TypeError where a static argument has none.
         """
-        array = _array_type()
+        array = compat.array_type()
         # A list of plain attributes for what is nearly always an array: this is done for
         # every leaf of every call. An array's abstract value knows its memory kind.
         leaves = [
@@ -50,7 +49,7 @@ class Call:
 
     def check_alive(self, names: Callable[[], Sequence[str]]) -> None:
         """Raises ArgumentError for an array that was donated or deleted before."""
-        array = _array_type()
+        array = compat.array_type()
         for index, leaf in enumerate(self.leaves):
             is_array = type(leaf) is array or isinstance(leaf, jax.Array)
             if is_array and leaf.is_deleted():
@@ -137,12 +136,6 @@ class Statics:
             jax.tree.unflatten(call.tree, call.leaves)
         )[0]
         return tuple(name(path) for path, _ in paths)
-
-
-@functools.cache
-def _array_type() -> type:
-    """The class of concrete arrays; PRNG keys have another."""
-    return type(jax.device_put(np.int32(0)))
 
 
 def _leaf_key(leaf: Any) -> Hashable:

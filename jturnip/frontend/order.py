@@ -8,6 +8,7 @@ move:
 - what leads to no heavy work (an optimizer's update, a metric) comes right after the last
   heavy work it depends on, one result's whole chain after the other, so that a gradient is
   used up as soon as it exists.
+What only gives a heavy result another layout or dtype stays with it.
 """
 
 from collections import defaultdict
@@ -24,11 +25,14 @@ class Order:
     cuts: frozenset[int]
 
 
-def order_equations(heavy: Sequence[bool], operands: Sequence[Sequence[int]]) -> Order:
+def order_equations(
+    heavy: Sequence[bool], glued: Sequence[bool], operands: Sequence[Sequence[int]]
+) -> Order:
     """Orders equations that are given in program order.
 
     Args:
       heavy: whether each equation is heavy work.
+      glued: whether each comes right after the one equation that it reads from.
       operands: for each equation the earlier equations that it reads from.
     """
     everything = range(len(heavy))
@@ -43,7 +47,8 @@ def order_equations(heavy: Sequence[bool], operands: Sequence[Sequence[int]]) ->
     for e in everything:
         if not leads[e] and all(anchors[r] > anchors[e] for r in readers[e]):
             chains[anchors[e]].append(e)
-    placer = _Placer(operands)
+    glued_to = [[r for r in readers[e] if glued[r]] for e in everything]
+    placer = _Placer(operands, glued_to)
     for e in everything:
         if leads[e] and anchors[e] >= 0:
             placer.place(e)
@@ -77,10 +82,13 @@ def _leading_to_heavy(
 class _Placer:
     """Invariant: all operands of what is in `order` stand before it."""
 
-    def __init__(self, operands: Sequence[Sequence[int]]):
+    def __init__(
+        self, operands: Sequence[Sequence[int]], glued_to: Sequence[Sequence[int]]
+    ):
         self.order: list[int] = []
         self.cuts: set[int] = set()
         self._operands = operands
+        self._glued_to = glued_to
         self._placed = [False] * len(operands)
 
     def place(self, e: int) -> None:
@@ -98,6 +106,7 @@ class _Placer:
             if not self._placed[top]:
                 self._placed[top] = True
                 self.order.append(top)
+                stack += [(r, iter(())) for r in reversed(self._glued_to[top])]
 
     def place_chains(self, ends: Sequence[int]) -> None:
         """Puts whole chains next, with a cut before and after each."""

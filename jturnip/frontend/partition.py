@@ -30,6 +30,9 @@ _TRIVIAL = frozenset(
     " lt le gt ge eq ne and or not add sub mul neg select_n copy pad concatenate slice"
     " rev".split()
 )
+_LAYOUT = frozenset(
+    "transpose reshape squeeze expand_dims convert_element_type rev".split()
+)
 _SMALL = 4096  # bytes of a value that is not worth a thought
 _BLOWN_UP = 4  # a broadcast that grows its operand this much is repeated
 _WORTH_CUTTING = 0.7  # a cut helps if no half holds more than this share
@@ -64,7 +67,8 @@ class Partitioner:
             () if e in self._repeated else self._operands(e)
             for e in range(len(flat.equations))
         ]
-        ordered = order_equations([e.name in HEAVY for e in flat.equations], operands)
+        heavy = [e.name in HEAVY for e in flat.equations]
+        ordered = order_equations(heavy, self._glued(heavy, operands), operands)
         # Repeated equations have no place of their own.
         self._order: list[int] = []
         self._cuts: set[int] = set()
@@ -136,6 +140,17 @@ class Partitioner:
     def _operands(self, e: int) -> tuple[int, ...]:
         found = {self._writer[v]: None for v in self._reads[e] if v in self._writer}
         return tuple(found)
+
+    def _glued(
+        self, heavy: Sequence[bool], operands: Sequence[Sequence[int]]
+    ) -> list[bool]:
+        """Whether each only gives the result of heavy work another layout or dtype."""
+        glued: list[bool] = []
+        for e, equation in enumerate(self._flat.equations):
+            of = operands[e]
+            follows = len(of) == 1 and (heavy[of[0]] or glued[of[0]])
+            glued.append(follows and equation.name in _LAYOUT and len(self._reads[e]) == 1)
+        return glued
 
     def _uses(self) -> tuple[dict[int, int], dict[int, int]]:
         """First and last position that reads each value; results are read at the end."""

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jturnip import compat
 from jturnip.compat import Device
 from jturnip.compiler.executables import Executable
 from jturnip.errors import ExecutionError
@@ -200,7 +201,7 @@ class DeviceEngines:
         target = program.host_sharding if to_host else program.device_sharding
         source = self.arrays[step.reads[0]]
         began = time.perf_counter()
-        array = jax.device_put(source, target)
+        array = compat.copy_to(source, target)
         self.arrays[step.writes[0]] = array
         self._in_flight[op] = array
         if self._link is None:
@@ -218,6 +219,9 @@ class DeviceEngines:
             )
 
     def _wait_for(self, op: int, arrays: list[Any]) -> None:
+        if arrays[0].is_ready():  # a small copy is over before a thread could look
+            _wait_for(arrays, op, self._queue, self._errors)
+            return
         self._waiting[op] = _waiters().submit(
             _wait_for, arrays, op, self._queue, self._errors
         )

@@ -130,7 +130,7 @@ def _parts(platform: str) -> Iterator[Part]:
         yield Part(f"{model} {mode}, all the memory", {**work, "share": None}, 110.0)
         for share in _BUDGETS[:1] if _TINY.value else _BUDGETS:
             many = mode == "train" and share == _BUDGETS[0]
-            strategies = _STRATEGIES if many else ()
+            strategies = _STRATEGIES[: 2 if _TINY.value else None] if many else ()
             more = {"share": share, "strategies": strategies}
             yield Part(f"{model} {mode}, {share:.0%}", {**work, **more}, 75.0)
     if platform != "cpu":
@@ -213,16 +213,21 @@ def _marks(limit: float) -> dict[str, Any]:
 
 
 def _verdict(record: dict[str, Any]) -> str:
-    sections = record["sections"]
+    sections: dict[str, Any] = record["sections"]
     figures = [(n, f) for n, section in sections.items() for f in section["figures"]]
-    missed = [f"{n}: {f['name']}" for n, f in figures if f["verdict"] == "MISS"]
-    failed = [n for n, section in sections.items() if "error" in section]
-    lines = [
-        f"{len(figures)} figures; {len(missed)} targets missed, {len(failed)} parts failed"
+    missed = [f"missed: {n}: {f['name']}" for n, f in figures if f["verdict"] == "MISS"]
+    ended = [
+        f"{n}: {section['error'][:200]}"
+        for n, section in sections.items()
+        if "error" in section
     ]
-    return "\n  ".join(
-        [*lines, *missed, *(f"{n}: {sections[n]['error'][:200]}" for n in failed)]
+    skipped = [each for each in ended if ": skipped: " in each]
+    failed = [f"failed: {each}" for each in ended if each not in skipped]
+    counts = (
+        f"{len(figures)} figures; {len(missed)} targets missed, {len(failed)} parts failed,"
+        f" {len(skipped)} skipped"
     )
+    return "\n  ".join([counts, *missed, *failed, *skipped])
 
 
 # -- in a process of its own -----------------------------------------------------------

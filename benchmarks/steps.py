@@ -165,8 +165,9 @@ def loop(tasks: int, pairs: int) -> Section:
         " same executables called bare in the same order with the same arguments, by task."
         " Bare calls are all queued at once; the loop keeps two in flight and hears of the"
         " end of each. The CPU backend runs the tanh in the caller's thread, and products"
-        " in its own, which share the cores with the loop. A reload's cost is that of the same"
-        " chain with a weight for each task in host memory, less with all on the device."
+        " in its own, which share the cores with the loop. A reload's cost is that of the"
+        " same chain with a weight for each task in host memory, less with all on the"
+        " device."
     )
     return Section("(c) The loop, per operation", about, tuple(figures))
 

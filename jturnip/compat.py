@@ -35,7 +35,7 @@ except ImportError:  # pragma: no cover - depends on the jax version
 
 
 try:
-    from jax._src.lib import xla_client as _xla_client
+    from jax._src.lib import xla_client as _xla_client  # pyright: ignore
 
     _batched_copy: Any = _xla_client.batched_copy_array_to_devices_with_sharding
     _REUSE: Any = _xla_client.ArrayCopySemantics.REUSE_INPUT

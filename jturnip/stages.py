@@ -215,7 +215,9 @@ class Lowered:
                     candidate.executables,
                     candidate.arguments.device,
                 )
-                runner = _SplitRunner(program, candidate, plan, self._options.link)
+                runner = _SplitRunner(
+                    program, candidate, plan, self._options.link, self._traced.out_tree
+                )
         return Compiled(runner, self._call, self._arguments, self._traced)
 
 
@@ -229,7 +231,6 @@ class Compiled:
         self._types = [
             (tuple(info.shape), info.dtype) for info in jax.tree.leaves(traced.args_info)
         ]
-        self._out_tree = traced.out_tree
         self.out_info = traced.out_info
 
     @property
@@ -275,16 +276,20 @@ class Compiled:
 
     def call_flat(self, leaves: Sequence[Any]) -> Any:
         """Calls with leaves that are known to be right."""
-        return jax.tree.unflatten(self._out_tree, self._runner.run(leaves))
+        return self._runner.run(leaves)
 
 
 class Runner(Protocol):
-    """A program that takes flat arguments and gives flat results."""
+    """A program that takes flat arguments and gives results in their tree."""
 
     plan: Plan
-    last_run: RunReport | None
 
-    def run(self, leaves: Sequence[Any]) -> Sequence[jax.Array]:
+    @property
+    def last_run(self) -> RunReport | None:
+        """What the last finished run did."""
+        ...
+
+    def run(self, leaves: Sequence[Any]) -> Any:
         """Runs once."""
         ...
 
@@ -297,7 +302,7 @@ class _WholeRunner:
     ):
         self.whole = whole
         self.plan = plan
-        self.last_run: RunReport | None = None
+        self._seconds: float | None = None
         self._tree = call.tree
         device = arguments.device
         self._device = jax.sharding.SingleDeviceSharding(device, memory_kind="device")
@@ -307,26 +312,36 @@ class _WholeRunner:
             i for i, w in enumerate(arguments.whose) if w is Whose.DONATED_HOST
         )
 
-    def run(self, leaves: Sequence[Any]) -> Sequence[jax.Array]:
+    @property
+    def last_run(self) -> RunReport | None:
+        if self._seconds is None:
+            return None
+        plan = self.plan
+        moved = plan.h2d_bytes, plan.d2h_bytes
+        return RunReport("whole", self._seconds, 0.0, *moved, plan.peak_bytes)
+
+    def run(self, leaves: Sequence[Any]) -> Any:
         began = time.perf_counter()
-        placed = leaves
         if self._moves.arguments:
-            placed = list(leaves)
-            for i in self._moves.arguments:
-                placed[i] = jax.device_put(leaves[i], self._device)
+            results = self._run_with_moves(leaves)
+        else:
+            args, kwargs = jax.tree.unflatten(self._tree, leaves)
+            results = self.whole(*args, **kwargs)
+        self._seconds = time.perf_counter() - began
+        return results
+
+    def _run_with_moves(self, leaves: Sequence[Any]) -> Any:
+        placed = list(leaves)
+        for i in self._moves.arguments:
+            placed[i] = jax.device_put(leaves[i], self._device)
         args, kwargs = jax.tree.unflatten(self._tree, placed)
-        del placed
-        results = jax.tree.leaves(self.whole(*args, **kwargs))
+        placed.clear()
+        results, tree = jax.tree.flatten(self.whole(*args, **kwargs))
         for i in self._moves.results:
             results[i] = jax.device_put(results[i], self._host)
         for i in self._given_up:
             leaves[i].delete()
-        seconds = time.perf_counter() - began
-        plan = self.plan
-        self.last_run = RunReport(
-            "whole", seconds, 0.0, plan.h2d_bytes, plan.d2h_bytes, plan.peak_bytes
-        )
-        return results
+        return jax.tree.unflatten(tree, results)
 
 
 class _SplitRunner:
@@ -338,8 +353,10 @@ class _SplitRunner:
         candidate: lowering.Split,
         plan: Plan,
         link: SimulatedLink | None,
+        out_tree: Any,
     ):
         self.plan = plan
+        self._out_tree = out_tree
         self.last_run: RunReport | None = None
         self._program = program
         self._link = link
@@ -365,7 +382,7 @@ class _SplitRunner:
             for b in candidate.result_buffers
         )
 
-    def run(self, leaves: Sequence[Any]) -> Sequence[jax.Array]:
+    def run(self, leaves: Sequence[Any]) -> Any:
         program = self._program
         with self._lock:
             marks = borrow_marks(program.device_sharding)
@@ -387,7 +404,7 @@ class _SplitRunner:
                 raise
             return_marks(marks)
             self.last_run = report
-        return results
+        return jax.tree.unflatten(self._out_tree, results)
 
     def _check_donated_once(self, leaves: Sequence[Any]) -> None:
         """Raises ArgumentError for an array that is donated and passed a second time."""

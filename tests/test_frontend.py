@@ -19,7 +19,7 @@ from jturnip.errors import UnsupportedError
 from jturnip.frontend import costs
 from jturnip.frontend.costs import DeviceRates
 from jturnip.frontend.jaxpr import Constant, FlatJaxpr, flatten
-from jturnip.frontend.order import order_equations
+from jturnip.frontend.order import Order, order_equations
 from jturnip.frontend.partition import Group, Partitioner
 from jturnip.models import llama
 
@@ -244,47 +244,56 @@ programs = st.builds(
 
 
 @st.composite
-def equations(draw: st.DrawFn) -> tuple[list[bool], list[tuple[int, ...]]]:
-    """Which equations are heavy, and the earlier ones that each reads."""
+def orders(draw: st.DrawFn) -> tuple[list[bool], list[bool], list[tuple[int, ...]], Order]:
+    """Which equations are heavy, which are glued, the ones each reads, and their order."""
     heavy = draw(st.lists(st.booleans(), max_size=20))
     operands = [
-        draw(st.sets(st.integers(0, e - 1), max_size=3)) if e else set()
+        tuple(sorted(draw(st.sets(st.integers(0, e - 1), max_size=3)))) if e else ()
         for e in range(len(heavy))
     ]
-    return heavy, [tuple(sorted(earlier)) for earlier in operands]
+    glued = [
+        not is_heavy and len(of) == 1 and draw(st.booleans())
+        for is_heavy, of in zip(heavy, operands, strict=True)
+    ]
+    return heavy, glued, operands, order_equations(heavy, glued, operands)
 
 
-@given(equations())
-def test_the_order_keeps_every_dependency(
-    program: tuple[list[bool], list[tuple[int, ...]]],
-):
-    heavy, operands = program
-    order = order_equations(heavy, operands)
+@given(orders())
+def test_the_order_keeps_every_dependency(drawn: Any):
+    heavy, _, operands, order = drawn
     assert sorted(order.equations) == list(range(len(heavy)))
     at = {e: position for position, e in enumerate(order.equations)}
     assert all(at[p] < at[e] for e in at for p in operands[e])
     assert all(0 <= cut <= len(heavy) for cut in order.cuts)
 
 
-@given(equations())
-def test_heavy_work_stays_in_program_order(
-    program: tuple[list[bool], list[tuple[int, ...]]],
-):
-    heavy, operands = program
-    order = order_equations(heavy, operands)
+@given(orders())
+def test_heavy_work_stays_in_program_order(drawn: Any):
+    heavy, _, _, order = drawn
     found = [e for e in order.equations if heavy[e]]
     assert found == sorted(found)
 
 
+@given(orders())
+def test_what_is_glued_comes_right_after_what_it_reads(drawn: Any):
+    _, glued, operands, order = drawn
+    at = {e: position for position, e in enumerate(order.equations)}
+    for e in at:
+        if glued[e]:
+            # Only others that are glued to the same, or to those, may stand between.
+            between = order.equations[at[operands[e][0]] + 1 : at[e]]
+            assert all(glued[other] for other in between)
+
+
 def test_what_leads_to_no_heavy_work_follows_what_it_depends_on():
     # 0 and 1 are heavy; 2 reads 0, and 3 reads 2: an update of what 0 made.
-    order = order_equations([True, True, False, False], [(), (), (0,), (2,)])
+    order = order_equations([True, True, False, False], [False] * 4, [(), (), (0,), (2,)])
     assert order.equations == (0, 2, 3, 1)
 
 
 def test_what_depends_on_no_heavy_work_comes_before_its_first_reader():
     # 0 is a mask that only the second heavy equation reads.
-    order = order_equations([False, True, True], [(), (), (0,)])
+    order = order_equations([False, True, True], [False] * 3, [(), (), (0,)])
     assert order.equations == (1, 0, 2)
 
 

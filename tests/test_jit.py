@@ -386,8 +386,10 @@ def test_every_dtype_survives_the_trip_to_the_host(dtype: Any):
         make = lambda x: jax.random.wrap_key_data(bits(x).reshape(-1, 2))
         use = lambda keys: jax.random.key_data(keys).T
     else:
-        copies = max(1, 4 // jnp.dtype(dtype).itemsize)  # to be worth an eviction
-        make = lambda x: jnp.tile((bits(x) % 7).astype(dtype), copies)
+        # Of whatever dtype, as many bytes as a weight: the first that are evicted.
+        size = jnp.dtype(dtype).itemsize
+        rows, copies = min(128, 512 // size), max(1, 4 // size)
+        make = lambda x: jnp.tile((bits(x[:rows]) % 7).astype(dtype), copies)
         use = lambda kept: kept.T
     fn = functools.partial(kept_aside, make=make, use=use)
     args = (np.asarray(square()), jturnip.host(layers(4)))
@@ -646,7 +648,7 @@ def test_double_precision_inside_its_context_only(jit: Jit):
 
 def test_double_precision_intermediates_travel():
     with jax.enable_x64(True):
-        make, use = (lambda x: x.astype(jnp.float64) / 3), (lambda kept: kept.T)
+        make, use = (lambda x: x[:64].astype(jnp.float64) / 3), (lambda kept: kept.T)
         fn = functools.partial(kept_aside, make=make, use=use)
         args = (np.asarray(square()), jturnip.host(layers(4)))
         f = squeezed(fn, *args)

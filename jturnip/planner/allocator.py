@@ -6,7 +6,8 @@ takes bytes must wait for those ops. The bytes freed longest ago are taken first
 are the likeliest to be over when the bytes are wanted.
 """
 
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
+from typing import NamedTuple
 
 from jturnip.graph.memgraph import OpId, Ranges
 
@@ -20,31 +21,41 @@ def padded(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
+class _Block(NamedTuple):
+    """What one slot gave back, or what is left of it."""
+
+    ranges: Ranges
+    nbytes: int
+    # The op that freed it; None where the bytes were never used.
+    freed_by: OpId | None
+
+
 class Arena:
     """Free blocks in the order they were freed.
 
     Invariants: blocks are disjoint; `free_bytes` is their total; the first block was freed
-    no later than the second, and so on.
+    no later than the second, and so on; keys grow in the same order.
     """
 
     def __init__(self, nbytes: int):
         self.nbytes = nbytes
         self.free_bytes = 0
-        # key → (offset, nbytes, the op that freed it or None where it was never used)
-        self._blocks: OrderedDict[int, tuple[int, int, OpId | None]] = OrderedDict()
-        # nbytes → keys of blocks of just that size, oldest first
-        self._by_size: defaultdict[int, OrderedDict[int, None]] = defaultdict(OrderedDict)
+        self._blocks: OrderedDict[int, _Block] = OrderedDict()
+        # nbytes → keys of blocks of just that size, oldest first; some of them may be gone
+        # or have another size by now.
+        self._by_size: defaultdict[int, deque[int]] = defaultdict(deque)
         self._next_key = 0
         self.free(((0, nbytes),) if nbytes else (), None)
 
     def free(self, ranges: Ranges, freed_by: OpId | None) -> None:
-        """Returns a slot's ranges; `freed_by` must not be older than any earlier one."""
-        for offset, nbytes in ranges:
-            key = self._next_key
-            self._next_key += 1
-            self._blocks[key] = (offset, nbytes, freed_by)
-            self._by_size[nbytes][key] = None
-            self.free_bytes += nbytes
+        """Returns a slot; `freed_by` must not be older than any earlier one."""
+        if not ranges:
+            return
+        nbytes = sum([n for _, n in ranges])
+        self._blocks[self._next_key] = _Block(ranges, nbytes, freed_by)
+        self._by_size[nbytes].append(self._next_key)
+        self._next_key += 1
+        self.free_bytes += nbytes
 
     def take(self, nbytes: int) -> tuple[Ranges, tuple[OpId, ...]]:
         """Takes a slot of `nbytes` and tells which ops freed its bytes.
@@ -55,48 +66,52 @@ class Arena:
         assert nbytes <= self.free_bytes, f"{nbytes} asked, {self.free_bytes} free"
         if nbytes == 0:
             return (), ()
-        keys = self._oldest(nbytes)
-        same_size = self._by_size.get(nbytes)
-        if same_size:
-            whole = next(iter(same_size))
-            if whole <= keys[-1]:
-                keys = [whole]
-        taken, freers, left = [], {}, nbytes
-        for key in keys:
-            offset, size, freed_by = self._blocks[key]
-            used = min(size, left)
-            self._shrink(key, used)
-            taken.append((offset, used))
-            if freed_by is not None:
-                freers[freed_by] = None
-            left -= used
         self.free_bytes -= nbytes
-        return _coalesced(taken), tuple(freers)
-
-    def _oldest(self, nbytes: int) -> list[int]:
-        """Keys of the oldest blocks that together hold `nbytes`."""
+        whole = self._oldest_of_size(nbytes)
         keys, total = [], 0
-        for key, (_, size, _) in self._blocks.items():
+        for key, block in self._blocks.items():
+            if key == whole:
+                del self._blocks[key]
+                return block.ranges, () if block.freed_by is None else (block.freed_by,)
             keys.append(key)
-            total += size
+            total += block.nbytes
             if total >= nbytes:
                 break
-        return keys
+        blocks = [self._blocks.pop(key) for key in keys]
+        if total > nbytes:
+            blocks[-1] = self._give_back(keys[-1], blocks[-1], total - nbytes)
+        freers = dict.fromkeys(b.freed_by for b in blocks if b.freed_by is not None)
+        return _coalesced([r for b in blocks for r in b.ranges]), tuple(freers)
 
-    def _shrink(self, key: int, used: int) -> None:
-        """Takes `used` bytes from the front of a block, which keeps its age."""
-        offset, size, freed_by = self._blocks[key]
-        del self._by_size[size][key]
-        if not self._by_size[size]:
-            del self._by_size[size]
-        if used == size:
-            del self._blocks[key]
-            return
-        self._blocks[key] = (offset + used, size - used, freed_by)
-        # Not at its place by age among its new equals; any place is correct, and the
-        # front is right for the bytes that are left of an old block.
-        self._by_size[size - used][key] = None
-        self._by_size[size - used].move_to_end(key, last=False)
+    def _oldest_of_size(self, nbytes: int) -> int | None:
+        keys = self._by_size.get(nbytes)
+        while keys:
+            block = self._blocks.get(keys[0])
+            if block is not None and block.nbytes == nbytes:
+                return keys[0]
+            keys.popleft()
+        return None
+
+    def _give_back(self, key: int, block: _Block, left: int) -> _Block:
+        """Gives back the last `left` bytes of a block, at its age; returns the rest."""
+        taken, rest = _cut(block.ranges, block.nbytes - left)
+        self._blocks[key] = _Block(rest, left, block.freed_by)
+        self._blocks.move_to_end(key, last=False)
+        # Perhaps not at its place by age among its new equals, where any place is correct;
+        # the front is right for what is left of an old block.
+        self._by_size[left].appendleft(key)
+        return _Block(taken, block.nbytes - left, block.freed_by)
+
+
+def _cut(ranges: Ranges, nbytes: int) -> tuple[Ranges, Ranges]:
+    """The first `nbytes` of some ranges, and the others."""
+    for index, (offset, size) in enumerate(ranges):
+        if size > nbytes:
+            begun = ((offset, nbytes),) if nbytes else ()
+            ending = (offset + nbytes, size - nbytes)
+            return ranges[:index] + begun, (ending, *ranges[index + 1 :])
+        nbytes -= size
+    return ranges, ()
 
 
 def _coalesced(ranges: list[tuple[int, int]]) -> Ranges:

@@ -3,6 +3,7 @@
 Everything here is computed once per plan and shared by every run of it.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -57,7 +58,7 @@ class Schedule:
 def schedule(graph: TaskGraph, memgraph: MemGraph, link: Link) -> Schedule:
     """Prepares a plan for `RunState`, with priorities from predicted times."""
     ops = memgraph.ops
-    sizes = [0 if i.on_host else sum(n for _, n in i.ranges) for i in memgraph.instances]
+    sizes = [0 if i.on_host else sum([n for _, n in i.ranges]) for i in memgraph.instances]
     engines = tuple(_ENGINE[op.kind] for op in ops)
     moves = tuple(
         graph.buffers[memgraph.instances[op.reads[0]].buffer].nbytes
@@ -69,7 +70,7 @@ def schedule(graph: TaskGraph, memgraph: MemGraph, link: Link) -> Schedule:
         _seconds(graph, op.task, e, m, link)
         for op, e, m in zip(ops, engines, moves, strict=True)
     )
-    workspaces = tuple(sum(n for _, n in op.workspace) for op in ops)
+    workspaces = tuple(sum([n for _, n in op.workspace]) for op in ops)
     frees = tuple(
         sizes[op.reads[0]] if e == NONE else 0 for op, e in zip(ops, engines, strict=True)
     )
@@ -86,7 +87,7 @@ def schedule(graph: TaskGraph, memgraph: MemGraph, link: Link) -> Schedule:
         by_rank=by_rank,
         seconds=seconds,
         takes=tuple(
-            sum(sizes[i] for i in op.writes) + w
+            sum([sizes[i] for i in op.writes]) + w
             for op, w in zip(ops, workspaces, strict=True)
         ),
         gives_back=workspaces,
@@ -119,18 +120,18 @@ def _ranks(
     path = [0.0] * len(engines)
     freed = [0] * len(engines)
     for op in range(len(engines) - 1, -1, -1):
-        longest = 0.0
-        for s in successors[op]:
-            longest = max(longest, path[s])
-            freed[op] += frees[s]
-        path[op] = seconds[op] + longest
+        after = successors[op]
+        if after:
+            path[op] = seconds[op] + max([path[s] for s in after])
+            freed[op] = sum([frees[s] for s in after])
+        else:
+            path[op] = seconds[op]
 
-    def key(op: int) -> tuple[int, float, int, int]:
-        if engines[op] == COMPUTE:
-            return (COMPUTE, -path[op], -freed[op], op)
-        return (engines[op], 0.0, 0, op)
-
-    by_rank = tuple(sorted(range(len(engines)), key=key))
+    of_engine: tuple[list[int], ...] = ([], [], [], [])
+    for op, engine in enumerate(engines):
+        of_engine[engine].append(op)
+    of_engine[COMPUTE].sort(key=lambda op: (-path[op], -freed[op], op))
+    by_rank = tuple(itertools.chain.from_iterable(of_engine))
     ranks = [0] * len(engines)
     for rank, op in enumerate(by_rank):
         ranks[op] = rank

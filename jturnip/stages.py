@@ -261,9 +261,12 @@ class Compiled:
         for leaf, (shape, dtype), whose, name in zip(
             leaves, self._types, self._arguments.whose, self._arguments.names, strict=True
         ):
-            found = jax.typeof(leaf)
+            found = leaf if isinstance(leaf, jax.Array) else jax.typeof(leaf)
             if (tuple(found.shape), found.dtype) != (shape, dtype):
-                raise TypeError(f"{name} was compiled as {dtype}{list(shape)}, not {found}")
+                raise TypeError(
+                    f"{name} was compiled as {dtype}{list(shape)}, not"
+                    f" {found.dtype}{list(found.shape)}"
+                )
             is_array = isinstance(leaf, jax.Array) and whose not in _OURS
             if is_array and placement.whose(leaf, False).on_host != whose.on_host:
                 there = "in host memory" if whose.on_host else "on the device"

@@ -130,6 +130,9 @@ class DeviceEngines:
             else:
                 self._transfer(op, step)
         except Exception as error:
+            if "KeyboardInterrupt" in str(error):
+                # Ctrl-C came while JAX compared the keys of a cache, which makes it this.
+                raise KeyboardInterrupt from error
             raise self._failure(op, error) from error
 
     def wait(self) -> list[tuple[int, float]]:
@@ -219,7 +222,8 @@ class DeviceEngines:
             )
 
     def _wait_for(self, op: int, arrays: list[Any]) -> None:
-        if arrays[0].is_ready():  # a small copy is over before a thread could look
+        is_plain = type(arrays[0]) is compat.array_type()
+        if is_plain and arrays[0].is_ready():  # a small copy is over at once
             _wait_for(arrays, op, self._queue, self._errors)
             return
         self._waiting[op] = _waiters().submit(

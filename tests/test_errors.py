@@ -1,6 +1,8 @@
 """Bad input gets a clear error, and nothing is lost by it: no bytes, and the next call works."""
 
 import logging
+import math
+import random
 import re
 import signal
 import subprocess
@@ -10,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import jax
@@ -458,6 +461,73 @@ def test_ctrl_c_in_the_middle_of_a_run(linked: bool):
     assert_same(jturnip.jit(tower, TIGHT)(X, weights), jax.jit(tower)(X, layers(8)))
     if not linked:
         assert_same(compiled(X, weights), jax.jit(tower)(X, layers(8)))
+
+
+class InterruptAt:
+    """Raises KeyboardInterrupt at the nth step that jturnip's Python takes in this thread.
+
+    The standard library's threading counts too: a lock of its own that is left locked would
+    stop every later call.
+    """
+
+    _WATCHED = ("jturnip", "threading", "concurrent")
+
+    def __init__(self, step: float):
+        self.steps = 0
+        self._at = step
+
+    def __enter__(self) -> "InterruptAt":
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _trace(self, frame: FrameType, event: str, _: Any) -> Any:
+        if frame.f_globals.get("__name__", "").split(".")[0] not in self._WATCHED:
+            return None
+        self.steps += 1
+        if self.steps == self._at:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return self._trace
+
+
+def in_time(call: Callable[[], Any], seconds: float = 20) -> Any:
+    """Calls, and fails where it takes forever."""
+
+    def too_late(*_: object) -> None:
+        raise TimeoutError("the call after an interrupted one hangs")
+
+    previous = signal.signal(signal.SIGALRM, too_late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        return call()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs POSIX timers")
+def test_ctrl_c_at_any_step_of_a_run():
+    weights = jturnip.host(layers(8))
+    compiled = jturnip.jit(tower, TIGHT).lower(X, weights).compile()
+    expected = np.array(compiled(X, weights))
+    with InterruptAt(math.inf) as counted:
+        compiled(X, weights)
+    before = Holdings()
+    for step in random.Random(0).sample(range(1, counted.steps), 150):
+        interrupt = InterruptAt(step)
+        try:
+            with interrupt:
+                compiled(X, weights)
+        except KeyboardInterrupt:
+            pass
+        else:  # not all runs take equally many steps
+            assert interrupt.steps < step, f"the one at step {step} was swallowed"
+        again = np.array(in_time(lambda: compiled(X, weights)))
+        np.testing.assert_array_equal(again, expected, err_msg=f"step {step}")
+        assert before.new_arrays() == [], f"step {step}"
 
 
 def test_an_error_in_one_thread_does_not_stop_another():

@@ -1,8 +1,8 @@
 """The queue the runtime's loop sleeps on until the first of many things happens."""
 
-import collections
+import contextlib
 import math
-import threading
+import queue
 import time
 from typing import Protocol
 
@@ -59,23 +59,22 @@ class PythonQueue:
     has_marks = False
 
     def __init__(self) -> None:
-        self._arrived = threading.Condition()
-        self._completions: collections.deque[tuple[int, float]] = collections.deque()
+        # Its methods are single calls into C: Ctrl-C cannot leave it locked.
+        self._completions: queue.SimpleQueue[tuple[int, float]] = queue.SimpleQueue()
 
     def push(self, id: int) -> None:
-        with self._arrived:
-            self._completions.append((id, time.perf_counter()))
-            self._arrived.notify()
+        self._completions.put((id, time.perf_counter()))
 
     def drain(self, timeout_seconds: float) -> list[tuple[int, float]]:
         if not timeout_seconds >= 0:
             raise ValueError("timeout_seconds must be zero or more")
-        with self._arrived:
-            if not self._completions and timeout_seconds > 0:
+        taken = []
+        with contextlib.suppress(queue.Empty):
+            if timeout_seconds > 0:
                 timeout = None if math.isinf(timeout_seconds) else timeout_seconds
-                self._arrived.wait_for(lambda: self._completions, timeout)
-            taken = list(self._completions)
-            self._completions.clear()
+                taken.append(self._completions.get(timeout=timeout))
+            while True:
+                taken.append(self._completions.get_nowait())
         return taken
 
     def open_slot(self) -> int:

@@ -6,7 +6,6 @@ Completions steer the order only. Data dependencies are JAX's own, so a wrong gu
 and never corrupts.
 """
 
-import concurrent.futures
 import contextlib
 import threading
 import time
@@ -23,6 +22,7 @@ from jturnip.errors import ExecutionError
 from jturnip.graph.memgraph import MemGraph
 from jturnip.graph.taskgraph import TaskGraph
 from jturnip.native.queue import CompletionQueue, make_queue
+from jturnip.runtime import waiters
 from jturnip.runtime.link import LinkThreads, SimulatedLink
 from jturnip.runtime.schedule import COMPUTE, D2H, H2D, NONE, Schedule
 
@@ -63,6 +63,7 @@ def make_program(
     device: Device,
 ) -> Program:
     """Binds a plan to executables (indexed by `Task.executable`) and a device."""
+    waiters.start()
     host_readers = [0] * len(memgraph.instances)
     steps = []
     for op, engine in zip(memgraph.ops, schedule.engines, strict=True):
@@ -113,7 +114,7 @@ class DeviceEngines:
         self._in_flight: dict[int, Any] = {}
         self._errors: dict[int, BaseException] = {}
         # What waiter threads are doing for this run.
-        self._waiting: dict[int, concurrent.futures.Future[None]] = {}
+        self._waiting: dict[int, waiters.Job] = {}
         self._link = None if link is None else LinkThreads(link, self._queue.push)
 
     # -- the Engines protocol ----------------------------------------------------------
@@ -130,8 +131,7 @@ class DeviceEngines:
             else:
                 self._transfer(op, step)
         except Exception as error:
-            if "KeyboardInterrupt" in str(error):
-                # Ctrl-C came while JAX compared the keys of a cache, which makes it this.
+            if _is_interrupt(error):
                 raise KeyboardInterrupt from error
             raise self._failure(op, error) from error
 
@@ -158,8 +158,8 @@ class DeviceEngines:
         for array in self._in_flight.values():
             with contextlib.suppress(Exception):
                 array.block_until_ready()
-        # The waiters hold arrays too.
-        concurrent.futures.wait(self._waiting.values())
+        for job in self._waiting.values():
+            job.give_up()
         if self._link is not None:
             self._link.close()
         for slot in self._slot_of.values():
@@ -191,7 +191,7 @@ class DeviceEngines:
             *results, done = step.call(*operands, token)
         else:
             *results, done = step.call(*operands)
-            self._wait_for(op, [done])
+            self._wait_for(op, done)
         # Only the last result is kept until the run is over: the others' bytes may be
         # needed by then.
         self._in_flight[op] = done
@@ -203,32 +203,47 @@ class DeviceEngines:
         to_host = step.engine == D2H
         target = program.host_sharding if to_host else program.device_sharding
         source = self.arrays[step.reads[0]]
-        began = time.perf_counter()
         array = compat.copy_to(source, target)
         self.arrays[step.writes[0]] = array
         self._in_flight[op] = array
         if self._link is None:
-            self._wait_for(op, [array])
+            self._wait_for(op, array)
         else:
-            self._waiting[op] = _waiters().submit(
-                _wait_for_link,
-                [source if to_host else None, array],
-                op,
-                self._link,
-                program.schedule.moves[op],
-                to_host,
-                began,
-                self._errors,
-            )
+            self._wait_for_link(op, source if to_host else None, array)
 
-    def _wait_for(self, op: int, arrays: list[Any]) -> None:
-        is_plain = type(arrays[0]) is compat.array_type()
-        if is_plain and arrays[0].is_ready():  # a small copy is over at once
-            _wait_for(arrays, op, self._queue, self._errors)
+    def _wait_for(self, op: int, array: Any) -> None:
+        """Lets a thread push `op` when `array` is ready."""
+        if type(array) is compat.array_type() and array.is_ready():
+            self._queue.push(op)  # a small copy is over before a thread could look
             return
-        self._waiting[op] = _waiters().submit(
-            _wait_for, arrays, op, self._queue, self._errors
-        )
+
+        def over(error: BaseException | None, ready: float) -> None:
+            if error is not None:
+                self._errors[op] = error
+            self._queue.push(op)
+
+        self._submit(op, waiters.Job([array], over))
+
+    def _wait_for_link(self, op: int, source: Any, array: Any) -> None:
+        """Like `_wait_for`; the simulated link then decides when the copy is over.
+
+        A copy to the device can begin now, one to the host once its source is computed.
+        """
+        link, nbytes = self._link, self._program.schedule.moves[op]
+        assert link is not None
+        to_host, now = source is not None, time.perf_counter()
+
+        def deliver(error: BaseException | None, ready: float) -> None:
+            if error is not None:
+                self._errors[op] = error
+            link.deliver(op, nbytes, to_host, ready if to_host else now)
+
+        arrays = [source, array] if to_host else [array]
+        self._submit(op, waiters.Job(arrays, deliver))
+
+    def _submit(self, op: int, job: waiters.Job) -> None:
+        self._waiting[op] = job
+        waiters.submit(job)
 
     def _release(self, instance: int) -> None:
         array = self.arrays[instance]
@@ -272,6 +287,15 @@ class DeviceEngines:
             what = f"the {node.kind.value} of {buffer.name or f'buffer {buffer.id}'}"
             what += f" ({buffer.nbytes} bytes)"
         return ExecutionError(f"{what} failed: {error}")
+
+
+def _is_interrupt(error: BaseException | None) -> bool:
+    """Whether Ctrl-C came inside JAX's C++, which makes other errors of it."""
+    while error is not None:
+        if isinstance(error, KeyboardInterrupt) or "KeyboardInterrupt" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 class MarkSlots:
@@ -327,56 +351,3 @@ def return_marks(marks: MarkSlots) -> None:
     """After a run that went well, when none of its marks is still to fire."""
     with _IDLE_LOCK:
         _IDLE.setdefault(marks.sharding, []).append(marks)
-
-
-# -- waiter threads --------------------------------------------------------------------
-
-_POOL: concurrent.futures.ThreadPoolExecutor | None = None
-_POOL_LOCK = threading.Lock()
-
-
-def _waiters() -> concurrent.futures.ThreadPoolExecutor:
-    global _POOL
-    if _POOL is None:
-        with _POOL_LOCK:
-            if _POOL is None:
-                _POOL = concurrent.futures.ThreadPoolExecutor(
-                    16, thread_name_prefix="jturnip-waiter"
-                )
-    return _POOL
-
-
-def _wait_for(
-    arrays: list[Any], op: int, queue: CompletionQueue, errors: dict[int, BaseException]
-) -> None:
-    """Sleeps until `arrays` are ready, lets go of them, and pushes `op`."""
-    try:
-        jax.block_until_ready(arrays)
-    except BaseException as error:
-        errors[op] = error
-    arrays.clear()
-    queue.push(op)
-
-
-def _wait_for_link(
-    arrays: list[Any],
-    op: int,
-    link: LinkThreads,
-    nbytes: int,
-    to_host: bool,
-    began: float,
-    errors: dict[int, BaseException],
-) -> None:
-    """Like `_wait_for`; the link then decides when the copy is over."""
-    source, array = arrays
-    arrays.clear()
-    try:
-        if source is not None:
-            source.block_until_ready()
-            began = time.perf_counter()
-            del source
-        array.block_until_ready()
-    except BaseException as error:
-        errors[op] = error
-    array = source = None
-    link.deliver(op, nbytes, to_host, began)

@@ -54,6 +54,7 @@ class LinkThreads:
         self._random = (random.Random(link.seed), random.Random(link.seed + 1))
         self._link = link
         self._inboxes = (queue.SimpleQueue(), queue.SimpleQueue())
+        self._closed = threading.Event()
         self._threads = [
             threading.Thread(target=self._serve, args=(d,), daemon=True) for d in (0, 1)
         ]
@@ -65,7 +66,8 @@ class LinkThreads:
         self._inboxes[to_host].put((op, nbytes, began))
 
     def close(self) -> None:
-        """Ends the threads, after what they were given."""
+        """Ends the threads at once; completions that are not told yet never will be."""
+        self._closed.set()
         for inbox in self._inboxes:
             inbox.put(None)
         for thread in self._threads:
@@ -79,5 +81,6 @@ class LinkThreads:
             op, nbytes, began = item
             longer = 1.0 + link.jitter * rng.random()
             free = max(free, began) + nbytes / rate * longer
-            time.sleep(max(0.0, free + link.latency_seconds - time.perf_counter()))
-            self._push(op)
+            left = free + link.latency_seconds - time.perf_counter()
+            if not self._closed.wait(max(0.0, left)):
+                self._push(op)

@@ -1,0 +1,78 @@
+"""Threads that sleep until arrays are ready, and say so.
+
+JAX has no way to wait for the first of several arrays, so each array that is waited for has
+a thread asleep in `block_until_ready` for as long. The threads are the process's and live
+as long as it does. They are handed jobs through a `SimpleQueue`, whose methods are single
+calls into C: Ctrl-C in the middle of handing over cannot leave anything locked.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+
+# More than one run may have in flight in all its engines.
+_THREADS = 16
+_inbox: "queue.SimpleQueue[Job]" = queue.SimpleQueue()
+_starting = threading.Lock()
+_started: list[threading.Thread] = []
+
+
+# Called, in another thread, with what went wrong and when the first array was ready.
+Then = Callable[[BaseException | None, float], None]
+
+
+class Job:
+    """Arrays to wait for. Holds them until they are ready, and no longer."""
+
+    __slots__ = ("_arrays", "_taken", "_then", "over")
+
+    def __init__(self, arrays: list[Any], then: Then):
+        self._arrays = arrays
+        self._then = then
+        self._taken = False
+        self.over = False
+
+    def run(self) -> None:
+        """Waits, lets go of the arrays, and says so."""
+        self._taken = True
+        error, ready = None, 0.0
+        try:
+            jax.block_until_ready(self._arrays[:1])
+            ready = time.perf_counter()
+            jax.block_until_ready(self._arrays)
+        except BaseException as failure:
+            error = failure
+        self._arrays = []
+        self._then(error, ready)
+        self.over = True
+
+    def give_up(self) -> None:
+        """Lets go of arrays that are known to be ready, if a thread still has them."""
+        self._arrays = []
+        while self._taken and not self.over:
+            time.sleep(1e-4)
+
+
+def start() -> None:
+    """Starts the threads, once."""
+    with _starting:
+        while len(_started) < _THREADS:
+            name = f"jturnip-waiter-{len(_started)}"
+            thread = threading.Thread(target=_serve, name=name, daemon=True)
+            thread.start()
+            _started.append(thread)
+
+
+def submit(job: Job) -> None:
+    """Hands a job to the threads, which must have been started."""
+    _inbox.put(job)
+
+
+def _serve() -> None:
+    while True:
+        _inbox.get().run()

@@ -335,7 +335,7 @@ def make_plan(
         seconds, name, memgraph, ready = best
         verify(graph, memgraph)
         plan = _figures(graph, memgraph, gpu_bytes, name, seconds, link)
-    _check_host(plan, device)
+    _check_host(plan, candidate)
     return plan, ready
 
 
@@ -371,12 +371,15 @@ def _figures(
     )
 
 
-def _check_host(plan: Plan, device: Device) -> None:
+def _check_host(plan: Plan, candidate: Split) -> None:
+    device, needed = candidate.arguments.device, plan.host_bytes
+    if device.platform != "cpu":  # the CPU backend takes numpy's memory as it is
+        needed += _argument_bytes(candidate.flat, candidate.arguments, (Whose.OURS_HOST,))
     limit, why = placement.host_bytes_limit(device)
-    if plan.host_bytes > limit:
+    if needed > limit:
         raise HostMemoryError(
-            f"what must leave the device takes {format_bytes(plan.host_bytes)} of host"
-            f" memory; {why} is {format_bytes(limit)}. Raise gpu_bytes above"
+            f"what must leave the device takes {format_bytes(needed)} of host memory; {why}"
+            f" is {format_bytes(limit)}. Raise gpu_bytes above"
             f" {format_bytes(plan.gpu_bytes)}, or free host memory."
         )
 

@@ -20,7 +20,7 @@ ULPS = 64
 
 
 def assert_same(found: Any, expected: Any, ulps: int = ULPS) -> None:
-    """The same trees, shapes, dtypes and weak types, and values to `ulps` of the largest."""
+    """The same trees, shapes, dtypes, weak types, and values to `ulps` of the largest."""
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     for path, want in jax.tree.leaves_with_path(expected):
         where = jax.tree_util.keystr(path) or "the result"

@@ -102,9 +102,7 @@ def test_a_donated_device_array_makes_room_while_the_call_runs():
     x, weights = jnp.asarray(X), jturnip.host(layers(8))
     f = jturnip.jit(tower, smallest_budget(tower, X, weights), link=link, donate_argnums=0)
     compiled = f.lower(x, weights).compile()
-    _, samples = while_sampling(
-        lambda: compiled(x, weights), lambda _: x.is_deleted()
-    )
+    _, samples = while_sampling(lambda: compiled(x, weights), lambda _: x.is_deleted())
     assert samples[-2:] == [True, True]
     assert samples.count(True) > samples.count(False)
 
@@ -256,7 +254,8 @@ def test_two_functions_may_run_at_once():
             wrong.append(error)
 
     threads = [
-        threading.Thread(target=call, args=pair) for pair in zip((f, g), expected, strict=True)
+        threading.Thread(target=call, args=pair)
+        for pair in zip((f, g), expected, strict=True)
     ]
     for thread in threads:
         thread.start()
@@ -277,7 +276,9 @@ def test_what_fits_runs_as_one_executable():
 
 
 def test_what_fits_runs_as_one_executable_with_its_state_on_the_host_too():
-    step = lambda weights, x: [w - 0.1 * g for w, g in zip(weights, backward(x, weights)[1])]
+    step = lambda weights, x: [
+        w - 0.1 * g for w, g in zip(weights, backward(x, weights)[1], strict=True)
+    ]
     peak = unconstrained_peak(step, layers(4), X, donate_argnums=0)
     f = jturnip.jit(step, peak, donate_argnums=0)
     f(jturnip.host(layers(4)), X)
@@ -359,7 +360,10 @@ def test_a_second_function_of_the_same_layers_compiles_nothing(quick_compilation
     first = jturnip.jit(tower, TIGHT).lower(X, layers(8))
     assert first._split.compiled + first._split.reused == len(first._split.executables)
     again = jturnip.jit(lambda x, weights: tower(x, weights), TIGHT).lower(X, layers(8))
-    assert (again._split.compiled, again._split.reused) == (0, len(first._split.executables))
+    assert (again._split.compiled, again._split.reused) == (
+        0,
+        len(first._split.executables),
+    )
 
 
 def test_a_cleared_cache_of_executables_compiles_again(quick_compilation: None):

@@ -165,14 +165,17 @@ def test_an_argument_that_may_be_forwarded_is_a_result_as_it_is_once():
 
 def test_types_are_those_of_the_jaxpr():
     flat = flat_of(lambda x, n: (x.astype(jnp.bfloat16), n + 1), x32(4), 3)
-    assert [(t.shape, t.dtype, t.weak_type) for t in (flat.types[v] for v in flat.outputs)] == [
+    assert [
+        (t.shape, t.dtype, t.weak_type) for t in (flat.types[v] for v in flat.outputs)
+    ] == [
         ((4,), jnp.bfloat16, False),
         ((), jnp.int32, True),
     ]
 
 
 @pytest.mark.parametrize(
-    ("dtype", "nbytes"), [(jnp.float32, 24), (jnp.bfloat16, 12), (jnp.bool_, 6), (jnp.int4, 6)]
+    ("dtype", "nbytes"),
+    [(jnp.float32, 24), (jnp.bfloat16, 12), (jnp.bool_, 6), (jnp.int4, 6)],
 )
 def test_bytes_of_a_value(dtype: Any, nbytes: int):
     flat = flat_of(lambda x: x, jax.ShapeDtypeStruct((2, 3), dtype))
@@ -195,7 +198,9 @@ def test_effects_are_refused_even_inside_a_call():
         jax.debug.print("{}", x)
         return x
 
-    with pytest.raises(UnsupportedError, match=r"has effects.*test_frontend|test_frontend.*has"):
+    with pytest.raises(
+        UnsupportedError, match=r"has effects.*test_frontend|test_frontend.*has"
+    ):
         flat_of(lambda x: inner(x) + 1, x32(4))
 
 
@@ -238,9 +243,7 @@ def random_program(rng: random.Random, size: int) -> tuple[Callable[..., Any], l
     return fn, args
 
 
-programs = st.builds(
-    random_program, st.randoms(use_true_random=False), st.integers(0, 25)
-)
+programs = st.builds(random_program, st.randoms(use_true_random=False), st.integers(0, 25))
 
 
 @st.composite
@@ -334,7 +337,9 @@ def assert_groups_are_right(flat: FlatJaxpr, groups: Sequence[Group]) -> None:
     # What leaves no group is either repeated or not needed outside.
     assert set(flat.outputs) <= written
     cheap = {e for e, count in times.items() if count > 1}
-    assert not {flat.equations[e].name for e in cheap} & costs.HEAVY, "heavy work is repeated"
+    assert not {flat.equations[e].name for e in cheap} & costs.HEAVY, (
+        "heavy work is repeated"
+    )
 
 
 BUDGETS = [0, 200, 1000, 5000, 1 << 30]
@@ -565,7 +570,9 @@ def test_a_products_flops_are_two_for_each_multiplication():
 
 
 def test_a_batched_products_flops():
-    flat = flat_of(lambda x, y: jnp.einsum("bij,bjk->bik", x, y), x32(2, 3, 5), x32(2, 5, 7))
+    flat = flat_of(
+        lambda x, y: jnp.einsum("bij,bjk->bik", x, y), x32(2, 3, 5), x32(2, 5, 7)
+    )
     found = [costs.flops(e, flat) for e in flat.equations if e.name == "dot_general"]
     assert found == [2 * 2 * 3 * 5 * 7]
 

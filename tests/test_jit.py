@@ -401,9 +401,12 @@ def test_every_dtype_survives_the_trip_to_the_host(dtype: Any):
 def test_keys_as_arguments_and_results(jit: Jit):
     def fn(key, keys):
         first, second = jax.random.split(key)
-        return first, keys[::-1], jax.random.normal(second, (4,)), jax.vmap(
-            jax.random.uniform
-        )(keys)
+        return (
+            first,
+            keys[::-1],
+            jax.random.normal(second, (4,)),
+            jax.vmap(jax.random.uniform)(keys),
+        )
 
     args = (jax.random.key(0), jax.random.split(jax.random.key(1), 5))
     assert_same(jit(fn)(*args), jax.jit(fn)(*args))
@@ -512,7 +515,9 @@ def test_sorting_and_indexing(jit: Jit):
 
 def test_a_pure_callback(jit: Jit):
     def fn(x):
-        twice = jax.pure_callback(lambda a: np.asarray(a) * 2, x, x, vmap_method="sequential")
+        twice = jax.pure_callback(
+            lambda a: np.asarray(a) * 2, x, x, vmap_method="sequential"
+        )
         return twice + 1
 
     assert_same(jit(fn)(square()), square() * 2 + 1)
@@ -714,9 +719,11 @@ def test_a_struct_lies_where_its_sharding_says():
     device = jax.devices()[0]
     host = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
     struct = functools.partial(jax.ShapeDtypeStruct, (128, 128), jnp.float32)
-    plan = split(lambda x, y: x @ y).lower(
-        struct(sharding=on_device()), struct(sharding=host)
-    ).plan
+    plan = (
+        split(lambda x, y: x @ y)
+        .lower(struct(sharding=on_device()), struct(sharding=host))
+        .plan
+    )
     starts = [(b.start.value, b.pinned) for b in plan.taskgraph.buffers[:2]]
     assert starts == [("device", True), ("host", False)]
 
@@ -762,7 +769,7 @@ def test_the_compiled_plan_is_the_one_that_runs():
 
 
 def test_before_the_first_call_there_is_no_last_run(jit: Jit):
-    f = jit(lambda x: x * 2)
+    f: Any = jit(lambda x: x * 2)
     assert f.last_run is None
     f(square())
     assert f.last_run.strategy == f.lower(square()).plan.strategy
@@ -772,7 +779,9 @@ def test_a_plan_as_json_is_complete_enough_to_verify():
     plan = jturnip.jit(tower, 300_000).lower(np.asarray(square()), layers(6)).plan
     assert plan.strategy != "whole"
     again = plan.to_json_dict()
-    graph, memgraph = memgraph_from_json_dict({**again, "gpu_bytes": plan.memgraph.gpu_bytes})
+    graph, memgraph = memgraph_from_json_dict(
+        {**again, "gpu_bytes": plan.memgraph.gpu_bytes}
+    )
     verify(graph, memgraph)
     assert (graph, memgraph) == (plan.taskgraph, plan.memgraph)
 
@@ -837,7 +846,7 @@ def test_a_donated_host_state_stays_on_the_host_step_after_step(jit: Jit):
         state, total = f(state, x)
         expected, expected_total = jax.jit(fn)(expected, x)
         assert memory_kinds((state, total)) == ["pinned_host"] * 3 + ["device"]
-    assert_same((state, total), (expected, expected_total))
+        assert_same((state, total), (expected, expected_total))
 
 
 def test_a_donated_device_state_stays_on_the_device(jit: Jit):

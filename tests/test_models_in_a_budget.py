@@ -83,9 +83,7 @@ def job(name: str) -> Job:
         params = some_numbers(module.abstract_params(config))
         return Job(functools.partial(module.forward, config), (params, seen), ())
     optimizer = module.adamw()
-    state = jax.eval_shape(
-        lambda: module.init_state(config, optimizer, jax.random.key(0))
-    )
+    state = jax.eval_shape(lambda: module.init_state(config, optimizer, jax.random.key(0)))
     step = functools.partial(module.train_step, config, optimizer)
     return Job(step, (some_numbers(state), batch), (0,))
 

@@ -25,7 +25,9 @@ LINK = Link(1e9, 1e9)
 def a_schedule(engines: Sequence[int], deps: dict[int, Sequence[int]]) -> Schedule:
     """Ops on these engines, each of which waits for some; the first goes first."""
     count = len(engines)
-    successors = [tuple(o for o in range(count) if op in deps.get(o, ())) for op in range(count)]
+    successors = [
+        tuple(o for o in range(count) if op in deps.get(o, ())) for op in range(count)
+    ]
     zeros = (0,) * count
     return Schedule(
         engines=tuple(engines),
@@ -115,7 +117,9 @@ def test_the_lowest_rank_goes_first_among_the_ready():
 
 
 def test_one_that_becomes_ready_later_may_go_before_one_that_waits_for_a_place():
-    state = RunState(a_schedule([COMPUTE, H2D, COMPUTE, COMPUTE], {2: [1]}), Limits(compute=1))
+    state = RunState(
+        a_schedule([COMPUTE, H2D, COMPUTE, COMPUTE], {2: [1]}), Limits(compute=1)
+    )
     assert state.begin() == [1, 0]
     assert state.handle([1]) == []
     assert state.handle([0]) == [2]
@@ -346,7 +350,11 @@ def test_a_schedule_knows_who_waits_for_whom():
     assert ready.engines == (H2D, COMPUTE, NONE)
     assert ready.waits == (0, 1, 2)
     assert ready.successors == ((1, 2), (2,), ())
-    assert (ready.takes, ready.frees, ready.moves) == ((256, 256, 0), (0, 0, 256), (256, 0, 0))
+    assert (ready.takes, ready.frees, ready.moves) == (
+        (256, 256, 0),
+        (0, 0, 256),
+        (256, 0, 0),
+    )
 
 
 def test_transfers_are_ranked_as_planned_and_runs_by_the_longest_path():

@@ -157,9 +157,7 @@ def replayed(ready: Schedule, report: RunReport) -> list[int]:
 
 def with_times(graph: TaskGraph, factor: float) -> TaskGraph:
     """Distinct times, so that no two completions fall together."""
-    tasks = [
-        dataclasses.replace(t, seconds=factor * (1 + t.id / 7.3)) for t in graph.tasks
-    ]
+    tasks = [dataclasses.replace(t, seconds=factor * (1 + t.id / 7.3)) for t in graph.tasks]
     return dataclasses.replace(graph, tasks=tuple(tasks))
 
 

@@ -89,27 +89,23 @@ def compile_groups(
     marked = marks.load()
     indices: dict[Hashable, int] = {}
     of_group = []
-    futures: list[concurrent.futures.Future[Executable] | Executable] = []
-    compiled = 0
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+    found: list[concurrent.futures.Future[Executable] | Executable] = []
+    pool = concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1)
+    try:
         for group in groups:
             key = (group_key(flat, group), device, context, marked)
             if key not in indices:
-                indices[key] = len(futures)
-                with _LOCK:
-                    known = _CACHE.get(key)
-                    if known is not None:
-                        _CACHE.move_to_end(key)
+                indices[key] = len(found)
+                known = _cached(key)
                 if known is None:
-                    compiled += 1
                     jitted, lowered = _lower(flat, group, device, marked)
-                    futures.append(
-                        pool.submit(_compile, flat, group, jitted, lowered, marked)
-                    )
-                else:
-                    futures.append(known)
+                    known = pool.submit(_compile, flat, group, jitted, lowered, marked)
+                found.append(known)
             of_group.append(indices[key])
-        executables = [e if isinstance(e, Executable) else e.result() for e in futures]
+        executables = [e if isinstance(e, Executable) else e.result() for e in found]
+    finally:
+        pool.shutdown(cancel_futures=True)
+    compiled = sum(not isinstance(e, Executable) for e in found)
     with _LOCK:
         for key, index in indices.items():
             _CACHE[key] = executables[index]
@@ -118,6 +114,14 @@ def compile_groups(
     return Compiled(
         tuple(executables), tuple(of_group), compiled, len(executables) - compiled
     )
+
+
+def _cached(key: Hashable) -> Executable | None:
+    with _LOCK:
+        known = _CACHE.get(key)
+        if known is not None:
+            _CACHE.move_to_end(key)
+    return known
 
 
 def clear_cache() -> None:

@@ -78,7 +78,7 @@ class Partitioner:
             if e not in self._repeated:
                 self._order.append(e)
         self._position = {e: at for at, e in enumerate(self._order)}
-        self._first_use, self._last_use = self._uses()
+        self._last_use = self._find_last_uses()
         # Values that XLA must keep in memory even inside a task.
         self._written_down = frozenset(
             v
@@ -152,17 +152,15 @@ class Partitioner:
             glued.append(follows and equation.name in _LAYOUT and len(self._reads[e]) == 1)
         return glued
 
-    def _uses(self) -> tuple[dict[int, int], dict[int, int]]:
-        """First and last position that reads each value; results are read at the end."""
-        first: dict[int, int] = {}
+    def _find_last_uses(self) -> dict[int, int]:
+        """The last position that reads each value; results are read at the end."""
         last: dict[int, int] = {}
         for at, e in enumerate(self._order):
             for v in self._reads[e]:
-                first.setdefault(v, at)
                 last[v] = at
         for v in self._results:
             last[v] = len(self._order)
-        return first, last
+        return last
 
     # -- cutting -----------------------------------------------------------------------
 

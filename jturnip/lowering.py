@@ -17,7 +17,7 @@ from jturnip import compat, placement
 from jturnip.compat import Device
 from jturnip.compiler import executables as compiler
 from jturnip.compiler.executables import Executable
-from jturnip.errors import HostMemoryError
+from jturnip.errors import DoesNotFit, HostMemoryError
 from jturnip.frontend.costs import DeviceRates
 from jturnip.frontend.jaxpr import FlatJaxpr
 from jturnip.frontend.partition import Group, Partitioner
@@ -107,15 +107,13 @@ def split(
     while True:
         compiled = _compile(flat, groups, arguments)
         graph, buffers = _build(flat, groups, arguments, compiled)
-        needed = smallest_budget(graph)
-        if needed <= arena:
+        if smallest_budget(graph) <= arena:
             break
         kept = resident_bytes(graph)
         too_large = {t.id for t in graph.tasks if task_bytes(graph, t) + kept > arena}
         finer = partitioner.refine(groups, frozenset(too_large))
         if len(finer) == len(groups):
-            needed = placement.gpu_bytes_for(needed, device)
-            raise does_not_fit(graph, gpu_bytes, needed)
+            raise _refusal(graph, gpu_bytes, device)
         groups = finer
     return Split(
         flat=flat,
@@ -159,8 +157,14 @@ def _refuse_early(
     # Workspace adds to what a task needs: the hungriest with it is likely among these.
     hungry = [g for g, size in zip(finest, sizes, strict=True) if size * 3 >= max(sizes)]
     graph, _ = _build(flat, hungry, arguments, _compile(flat, hungry, arguments))
-    needed = placement.gpu_bytes_for(smallest_budget(graph), arguments.device)
-    raise does_not_fit(graph, gpu_bytes, needed)
+    raise _refusal(graph, gpu_bytes, arguments.device)
+
+
+def _refusal(graph: TaskGraph, gpu_bytes: int, device: Device) -> DoesNotFit:
+    """The planner's error in terms of the budget that the user gives."""
+    arena = smallest_budget(graph)
+    needed = placement.gpu_bytes_for(arena, device)
+    return does_not_fit(graph, gpu_bytes, needed, needed - arena)
 
 
 def _argument_bytes(flat: FlatJaxpr, arguments: Arguments, held: Collection[Whose]) -> int:

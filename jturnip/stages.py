@@ -404,6 +404,8 @@ class _SplitRunner:
                 arrays.clear()
                 marks.close()
                 _let_go(error)
+                if not isinstance(error, KeyboardInterrupt) and _is_interrupt(error):
+                    raise KeyboardInterrupt from error
                 raise
             return_marks(marks)
             self.last_run = report
@@ -456,6 +458,15 @@ def _let_go(error: BaseException | None) -> None:
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
+
+
+def _is_interrupt(error: BaseException | None) -> bool:
+    """Whether Ctrl-C came inside JAX's C++, which makes other errors of it."""
+    while error is not None:
+        if isinstance(error, KeyboardInterrupt) or "KeyboardInterrupt" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _trace(jitted: Any, statics: Statics, call: Call, device: Device | None) -> Any:

@@ -769,9 +769,10 @@ def test_the_compiled_plan_is_the_one_that_runs():
 
 
 def test_before_the_first_call_there_is_no_last_run(jit: Jit):
-    f: Any = jit(lambda x: x * 2)
-    assert f.last_run is None
+    f = jit(lambda x: x * 2)
+    before = f.last_run
     f(square())
+    assert before is None
     assert f.last_run.strategy == f.lower(square()).plan.strategy
 
 

@@ -88,8 +88,17 @@ def check_budget(graph: TaskGraph, gpu_bytes: int) -> None:
         raise does_not_fit(graph, gpu_bytes, needed)
 
 
-def does_not_fit(graph: TaskGraph, gpu_bytes: int, needed_bytes: int) -> DoesNotFit:
-    """The error for a budget of `gpu_bytes` where `needed_bytes` are needed."""
+def does_not_fit(
+    graph: TaskGraph, gpu_bytes: int, needed_bytes: int, reserve_bytes: int = 0
+) -> DoesNotFit:
+    """The error for a budget of `gpu_bytes` where `needed_bytes` are needed.
+
+    Args:
+      graph: what was to be planned.
+      gpu_bytes: the budget, in bytes.
+      needed_bytes: the smallest budget that would do, in bytes.
+      reserve_bytes: the part of that which no plan may use.
+    """
     asked = f"gpu_bytes is {gpu_bytes} ({format_bytes(gpu_bytes)})"
     advice = f"raise gpu_bytes to at least {needed_bytes} ({format_bytes(needed_bytes)})"
     at_start, kept = _bytes_at_start(graph), resident_bytes(graph)
@@ -101,6 +110,8 @@ def does_not_fit(graph: TaskGraph, gpu_bytes: int, needed_bytes: int) -> DoesNot
         )
     else:
         beside = f", beside {format_bytes(kept)} of arguments on the device" if kept else ""
+        if reserve_bytes:
+            beside += f", and {format_bytes(reserve_bytes)} are jturnip's own"
         remedy = "Hold those with jturnip.host(tree), " if kept else ""
         message = (
             f'task {largest.id} "{largest.name}" ({largest.source or "unknown line"}) needs'

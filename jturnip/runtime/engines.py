@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from jturnip import compat
 from jturnip.compat import Device
@@ -25,6 +26,7 @@ from jturnip.native.queue import CompletionQueue, make_queue
 from jturnip.runtime import waiters
 from jturnip.runtime.link import LinkThreads, SimulatedLink
 from jturnip.runtime.schedule import COMPUTE, D2H, H2D, NONE, Schedule
+from jturnip.runtime.state import Limits
 
 
 # How long the loop sleeps before it looks for failures that push nothing, in seconds.
@@ -131,8 +133,6 @@ class DeviceEngines:
             else:
                 self._transfer(op, step)
         except Exception as error:
-            if _is_interrupt(error):
-                raise KeyboardInterrupt from error
             raise self._failure(op, error) from error
 
     def wait(self) -> list[tuple[int, float]]:
@@ -289,33 +289,27 @@ class DeviceEngines:
         return ExecutionError(f"{what} failed: {error}")
 
 
-def _is_interrupt(error: BaseException | None) -> bool:
-    """Whether Ctrl-C came inside JAX's C++, which makes other errors of it."""
-    while error is not None:
-        if isinstance(error, KeyboardInterrupt) or "KeyboardInterrupt" in str(error):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
-
-
 class MarkSlots:
     """A queue and the slots its marks fire on, for one run at a time."""
 
     def __init__(self, sharding: jax.sharding.Sharding):
         self.queue: CompletionQueue = make_queue()
         self.sharding = sharding
-        self._free: list[tuple[int, jax.Array]] = []
+        # Each slot's number as a device array.
         self._tokens: dict[int, jax.Array] = {}
+        self._free: list[tuple[int, jax.Array]] = []
+        if self.queue.has_marks:
+            for _ in range(Limits().compute):
+                self._free.append(self._open())
+
+    def _open(self) -> tuple[int, jax.Array]:
+        slot = self.queue.open_slot()
+        self._tokens[slot] = jax.device_put(np.int32(slot), self.sharding)
+        return slot, self._tokens[slot]
 
     def take(self) -> tuple[int, jax.Array]:
         """A slot, and its number as a device array."""
-        if not self._free:
-            slot = self.queue.open_slot()
-            self._tokens[slot] = jax.device_put(
-                jax.numpy.asarray(slot, jax.numpy.int32), self.sharding
-            )
-            self._free.append((slot, self._tokens[slot]))
-        return self._free.pop()
+        return self._free.pop() if self._free else self._open()
 
     def give_back(self, slot: int) -> None:
         """The slot's mark has fired."""

@@ -59,7 +59,7 @@ class Sizes:
 
 FULL = Sizes(
     fits=llama.config("bench", layers=3, batch=2),
-    split=llama.config("bench", batch=4),
+    split=llama.config("bench"),
     link=llama.config("bench", layers=4, batch=2, length=64),
     layers=llama.config("small"),
     pairs=25,

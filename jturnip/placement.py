@@ -42,6 +42,11 @@ class Whose(enum.Enum):
         return self in (Whose.CALLER_HOST, Whose.DONATED_HOST, Whose.OURS_HOST)
 
     @property
+    def ours(self) -> bool:
+        """Whether the array is made when a call begins."""
+        return self in (Whose.OURS_DEVICE, Whose.OURS_HOST)
+
+    @property
     def donated(self) -> bool:
         """Whether its memory may be re-used."""
         return self in (Whose.DONATED_DEVICE, Whose.DONATED_HOST)

@@ -25,7 +25,7 @@ from checks import (
 )
 
 import jturnip
-from jturnip import stages
+from jturnip import runners, stages
 from jturnip.compiler import executables
 from jturnip.models import llama
 
@@ -301,11 +301,11 @@ def wholes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows by one for each whole function that is compiled."""
     seen: list[int] = []
 
-    def whole_bytes(whole: Any, real: Any = stages._whole_bytes) -> int:
+    def whole_bytes(whole: Any, real: Any = runners.whole_bytes) -> int:
         seen.append(1)
         return real(whole)
 
-    monkeypatch.setattr(stages, "_whole_bytes", whole_bytes)
+    monkeypatch.setattr(stages, "whole_bytes", whole_bytes)
     return seen
 
 

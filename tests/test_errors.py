@@ -24,7 +24,7 @@ from checks import Holdings, assert_same, layers, memory_kinds, tower
 from jax.experimental import io_callback
 
 import jturnip
-from jturnip import placement, stages
+from jturnip import placement, runners
 
 
 HERE = Path(__file__).name
@@ -424,7 +424,7 @@ def test_an_error_of_the_loop_itself_leaves_nothing_behind(monkeypatch: pytest.M
     before = Holdings()
     for patience in range(4):
         waits = iter(range(100))
-        real = stages.DeviceEngines.wait
+        real = runners.DeviceEngines.wait
 
         def wait(self: Any, waits=waits, patience=patience, real=real) -> Any:
             if next(waits) == patience:
@@ -432,7 +432,7 @@ def test_an_error_of_the_loop_itself_leaves_nothing_behind(monkeypatch: pytest.M
             return real(self)
 
         with monkeypatch.context() as patch:
-            patch.setattr(stages.DeviceEngines, "wait", wait)
+            patch.setattr(runners.DeviceEngines, "wait", wait)
             with pytest.raises(KeyboardInterrupt):
                 f(X, weights)
         assert before.new_arrays() == []

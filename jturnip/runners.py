@@ -1,0 +1,281 @@
+"""What a compiled function is when called: one executable, or the loop over a plan."""
+
+import collections
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+
+from jturnip import lowering, placement
+from jturnip.errors import ArgumentError, ExecutionError
+from jturnip.frontend.jaxpr import Type
+from jturnip.graph.memgraph import MemGraph
+from jturnip.graph.plan import Plan
+from jturnip.graph.taskgraph import TaskGraph
+from jturnip.placement import Arguments, Whose
+from jturnip.runtime.engines import (
+    DeviceEngines,
+    borrow_marks,
+    make_program,
+    return_marks,
+)
+from jturnip.runtime.link import SimulatedLink
+from jturnip.runtime.loop import run
+from jturnip.runtime.report import RunReport
+from jturnip.runtime.schedule import Schedule
+from jturnip.signature import Call
+
+
+class Runner(Protocol):
+    """A program that takes flat arguments and gives results in their tree."""
+
+    plan: Plan
+
+    @property
+    def last_run(self) -> RunReport | None:
+        """What the last finished run did."""
+        ...
+
+    def run(self, leaves: Sequence[Any]) -> Any:
+        """Runs once."""
+        ...
+
+
+class WholeRunner:
+    """Plain `jax.jit`, for a function that fits."""
+
+    def __init__(
+        self, whole: Any, call: Call, arguments: Arguments, plan: Plan, moves: "Moves"
+    ):
+        self.whole = whole
+        self.plan = plan
+        self._seconds: float | None = None
+        self._tree = call.tree
+        device = arguments.device
+        self._device = jax.sharding.SingleDeviceSharding(device, memory_kind="device")
+        self._host = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
+        self._moves = moves
+        self._given_up = tuple(
+            i for i, w in enumerate(arguments.whose) if w is Whose.DONATED_HOST
+        )
+
+    @property
+    def last_run(self) -> RunReport | None:
+        if self._seconds is None:
+            return None
+        plan = self.plan
+        moved = plan.h2d_bytes, plan.d2h_bytes
+        return RunReport("whole", self._seconds, 0.0, *moved, plan.peak_bytes)
+
+    def run(self, leaves: Sequence[Any]) -> Any:
+        began = time.perf_counter()
+        if self._moves.arguments:
+            results = self._run_with_moves(leaves)
+        else:
+            args, kwargs = jax.tree.unflatten(self._tree, leaves)
+            results = self.whole(*args, **kwargs)
+        self._seconds = time.perf_counter() - began
+        return results
+
+    def _run_with_moves(self, leaves: Sequence[Any]) -> Any:
+        placed = list(leaves)
+        for i in self._moves.arguments:
+            placed[i] = jax.device_put(leaves[i], self._device)
+        args, kwargs = jax.tree.unflatten(self._tree, placed)
+        placed.clear()
+        results, tree = jax.tree.flatten(self.whole(*args, **kwargs))
+        for i in self._moves.results:
+            results[i] = jax.device_put(results[i], self._host)
+        for i in self._given_up:
+            leaves[i].delete()
+        return jax.tree.unflatten(tree, results)
+
+
+class SplitRunner:
+    """The event loop over a plan. One run at a time: the budget is for all of them."""
+
+    def __init__(
+        self,
+        candidate: lowering.Split,
+        plan: Plan,
+        schedule: Schedule,
+        link: SimulatedLink | None,
+        out_tree: Any,
+    ):
+        self.plan = plan
+        self._out_tree = out_tree
+        self.last_run: RunReport | None = None
+        self._program = program = make_program(
+            candidate.graph,
+            plan.memgraph,
+            schedule,
+            candidate.executables,
+            candidate.arguments.device,
+        )
+        self._link = link
+        self._lock = threading.Lock()
+        whose = candidate.arguments.whose
+        self._names = candidate.arguments.names
+        memgraph = program.memgraph
+        at_start: dict[int, int] = {
+            memgraph.instances[i].buffer: i for i in memgraph.inputs_at_start
+        }
+        # The flat arguments' buffers come first, then the constants'.
+        self._arguments = tuple((at_start[i], w) for i, w in enumerate(whose))
+        self._constants = tuple(
+            (at_start[len(whose) + k], placement.whose(array, False), array)
+            for k, (_, array) in enumerate(candidate.flat.constants)
+        )
+        self._donated = frozenset(i for i, w in self._arguments if w.donated)
+        ends = dict(zip(program.graph.outputs, memgraph.outputs_at_end, strict=True))
+        # For each result the instance that holds it, or the argument that is returned,
+        # whose buffer has the argument's number.
+        self._results = tuple(
+            (False, ends[b]) if b in ends else (True, int(b))
+            for b in candidate.result_buffers
+        )
+
+    def run(self, leaves: Sequence[Any]) -> Any:
+        program = self._program
+        with self._lock:
+            marks = borrow_marks(program.device_sharding)
+            arrays: list[Any] = [None] * len(program.memgraph.instances)
+            results: list[Any] = []
+            try:
+                self._check_donated_once(leaves)
+                self._place(leaves, arrays)
+                engines = DeviceEngines(program, arrays, self._donated, marks, self._link)
+                report = run(program.schedule, engines, self.plan.strategy)
+                for returned, at in self._results:
+                    results.append(leaves[at] if returned else arrays[at])
+                _raise_failures(results)
+                engines.close()
+            except BaseException as error:
+                arrays.clear()
+                results.clear()
+                marks.close()
+                _let_go(error)
+                if not isinstance(error, KeyboardInterrupt) and _is_interrupt(error):
+                    raise KeyboardInterrupt from error
+                raise
+            return_marks(marks)
+            self.last_run = report
+        return jax.tree.unflatten(self._out_tree, results)
+
+    def _check_donated_once(self, leaves: Sequence[Any]) -> None:
+        """Raises ArgumentError for an array that is donated and passed a second time."""
+        if not self._donated or len({id(leaf) for leaf in leaves}) == len(leaves):
+            return
+        places = collections.Counter(id(leaf) for leaf in leaves)
+        for (instance, _), leaf, name in zip(
+            self._arguments, leaves, self._names, strict=True
+        ):
+            if instance in self._donated and places[id(leaf)] > 1:
+                raise ArgumentError(
+                    f"argument {name} is donated and passed a second time. Pass a copy, or"
+                    " do not donate it."
+                )
+
+    def _place(self, leaves: Sequence[Any], arrays: list[Any]) -> None:
+        for (instance, whose), leaf in zip(self._arguments, leaves, strict=True):
+            arrays[instance] = self._placed(leaf, whose)
+        for instance, whose, array in self._constants:
+            arrays[instance] = self._placed(array, whose)
+
+    def _placed(self, leaf: Any, whose: Whose) -> jax.Array:
+        if isinstance(leaf, jax.Array) and not whose.ours:
+            return leaf
+        program = self._program
+        sharding = program.host_sharding if whose.on_host else program.device_sharding
+        return jax.device_put(leaf, sharding)
+
+
+def _raise_failures(results: Sequence[Any]) -> None:
+    try:
+        jax.block_until_ready(results)
+    except Exception as error:
+        raise ExecutionError(f"a result could not be computed: {error}") from error
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Clears the finished frames that an error would keep alive, and our arrays in them.
+
+    Notebooks keep the last error, and with it every local variable on its way.
+    """
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+def _is_interrupt(error: BaseException | None) -> bool:
+    """Whether Ctrl-C came inside JAX's C++, which makes other errors of it."""
+    while error is not None:
+        if isinstance(error, KeyboardInterrupt) or "KeyboardInterrupt" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+@dataclass(frozen=True)
+class Moves:
+    """What a call of a whole function moves: positions of arguments and results."""
+
+    arguments: tuple[int, ...]
+    results: tuple[int, ...]
+    h2d_bytes: int
+    d2h_bytes: int
+
+
+def moves_of(arguments: Arguments, traced: Any) -> Moves:
+    """Host arguments go to the device; results that re-use donated ones come back."""
+    types, results = (
+        [Type(tuple(a.shape), a.dtype, False) for a in jax.tree.leaves(infos)]
+        for infos in (traced.args_info, traced.out_info)
+    )
+    inward = tuple(
+        i
+        for i, w in enumerate(arguments.whose)
+        if w in (Whose.CALLER_HOST, Whose.DONATED_HOST)
+    )
+    offers = [types[i] for i in inward if arguments.whose[i] is Whose.DONATED_HOST]
+    outward = []
+    for i, result in enumerate(results):
+        if result in offers:
+            offers.remove(result)
+            outward.append(i)
+    return Moves(
+        inward,
+        tuple(outward),
+        sum(types[i].nbytes for i in inward),
+        sum(results[i].nbytes for i in outward),
+    )
+
+
+def whole_bytes(whole: Any) -> int:
+    """Device bytes of a whole executable, by XLA's own analysis."""
+    memory = whole.memory_analysis()
+    return int(
+        memory.argument_size_in_bytes
+        + memory.output_size_in_bytes
+        - memory.alias_size_in_bytes
+        + memory.temp_size_in_bytes
+    )
+
+
+def whole_plan(whole: Any, moves: Moves, gpu_bytes: int) -> Plan:
+    return Plan(
+        gpu_bytes=gpu_bytes,
+        peak_bytes=whole_bytes(whole),
+        h2d_bytes=moves.h2d_bytes,
+        d2h_bytes=moves.d2h_bytes,
+        host_bytes=0,
+        predicted_seconds=0.0,
+        lower_bound_seconds=0.0,
+        strategy="whole",
+        taskgraph=TaskGraph((), (), ()),
+        memgraph=MemGraph(gpu_bytes, (), (), (), ()),
+    )

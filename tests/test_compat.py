@@ -1,0 +1,100 @@
+"""What uses private JAX works, and works without it too."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jturnip
+from jturnip import compat
+from jturnip.compiler import executables
+from jturnip.native import marks
+
+
+def on(kind: str) -> jax.sharding.SingleDeviceSharding:
+    return jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind=kind)
+
+
+def first_equation():
+    return jax.jit(lambda x: jnp.sin(x)).trace(1.0).jaxpr.eqns[0]
+
+
+@pytest.fixture
+def without_private(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_summarize", "_trace_context", "_batched_copy"):
+        monkeypatch.setattr(compat, name, None)
+
+
+def test_the_private_names_are_there_on_this_version():
+    assert None not in (compat._summarize, compat._trace_context, compat._batched_copy)
+
+
+def test_the_users_line_is_known():
+    assert "test_compat.py" in compat.source_line(first_equation())
+
+
+def test_without_private_names_there_is_no_line(without_private: None):
+    assert compat.source_line(first_equation()) == ""
+
+
+@pytest.mark.parametrize("private", [True, False])
+def test_x64_is_part_of_the_trace_context(private: bool, request: pytest.FixtureRequest):
+    if not private:
+        request.getfixturevalue("without_private")
+    before = compat.trace_context()
+    with jax.enable_x64(True):
+        assert compat.trace_context() != before
+    assert compat.trace_context() == before
+
+
+@pytest.mark.parametrize("private", [True, False])
+@pytest.mark.parametrize("kinds", [("device", "pinned_host"), ("pinned_host", "device")])
+def test_a_copy_is_in_the_other_memory_and_shares_nothing(
+    private: bool, kinds: tuple[str, str], request: pytest.FixtureRequest
+):
+    if not private:
+        request.getfixturevalue("without_private")
+    x = jax.device_put(jnp.arange(4096.0), on(kinds[0]))
+    copy = compat.copy_to(x, on(kinds[1]))
+    assert copy.sharding.memory_kind == kinds[1]
+    x.delete()
+    np.testing.assert_array_equal(np.asarray(copy), np.arange(4096.0))
+
+
+def test_a_private_copy_with_another_signature_is_not_tried_twice(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    calls = []
+
+    def changed(*args: object) -> None:
+        calls.append(args)
+        raise TypeError("takes other arguments now")
+
+    monkeypatch.setattr(compat, "_batched_copy", changed)
+    for _ in range(2):
+        copy = compat.copy_to(jnp.ones(8), on("pinned_host"))
+        assert copy.sharding.memory_kind == "pinned_host"
+    assert len(calls) == 1
+
+
+def tower(x: jax.Array, weights: list[jax.Array]) -> jax.Array:
+    for w in weights:
+        x = jnp.tanh(x @ w)
+    return x
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_a_function_runs_in_its_budget_without_private_names(
+    without_private: None, native: bool, monkeypatch: pytest.MonkeyPatch
+):
+    if not native:
+        monkeypatch.setattr(marks, "load", lambda: False)
+        monkeypatch.setattr(executables, "_CACHE", type(executables._CACHE)())
+    x, weights = jnp.ones((128, 128)), [jnp.full((128, 128), 0.01 * i) for i in range(8)]
+    f = jturnip.jit(tower, "400KiB")
+    y = f(x, jturnip.host(weights))
+    # One product is the same in a task of its own, to the bit or two of another blocking.
+    np.testing.assert_allclose(y, jax.jit(tower)(x, weights), rtol=1e-6)
+    assert f.last_run is not None
+    assert 0 < f.last_run.peak_bytes <= 400 * 1024
+    assert f.last_run.h2d_bytes >= sum(w.nbytes for w in weights)

@@ -27,7 +27,7 @@ from checks import (
 )
 
 import jturnip
-from jturnip import stages
+from jturnip import runners
 from jturnip.graph.memgraph import OpKind
 from jturnip.models import llama, pair
 from jturnip.planner.verify import peak_bytes, verify
@@ -249,7 +249,7 @@ def test_every_sampled_order_gives_the_same_bits(
     usual = bits(compiled(*args()))
     seen: set[tuple[int, ...]] = set()
     for seed in range(orders):
-        monkeypatch.setattr(stages, "run", functools.partial(run_in_seeded_order, seed))
+        monkeypatch.setattr(runners, "run", functools.partial(run_in_seeded_order, seed))
         results, report = compiled(*args()), compiled.last_run
         assert bits(results) == usual, f"seed {seed}, order {report.order}"
         assert report.peak_bytes <= compiled.plan.gpu_bytes, f"seed {seed}"

@@ -19,6 +19,7 @@ from jturnip.graph.taskgraph import TaskGraph
 from jturnip.placement import Arguments, Whose
 from jturnip.runtime.engines import (
     DeviceEngines,
+    MarkSlots,
     borrow_marks,
     make_program,
     return_marks,
@@ -142,11 +143,12 @@ class SplitRunner:
     def run(self, leaves: Sequence[Any]) -> Any:
         program = self._program
         with self._lock:
-            marks = borrow_marks(program.device_sharding)
+            marks: MarkSlots | None = None
             arrays: list[Any] = [None] * len(program.memgraph.instances)
             results: list[Any] = []
             try:
                 self._check_donated_once(leaves)
+                marks = borrow_marks(program.device_sharding)
                 self._place(leaves, arrays)
                 engines = DeviceEngines(program, arrays, self._donated, marks, self._link)
                 report = run(program.schedule, engines, self.plan.strategy)
@@ -157,7 +159,8 @@ class SplitRunner:
             except BaseException as error:
                 arrays.clear()
                 results.clear()
-                marks.close()
+                if marks is not None:
+                    marks.close()
                 _let_go(error)
                 if not isinstance(error, KeyboardInterrupt) and _is_interrupt(error):
                     raise KeyboardInterrupt from error

@@ -232,7 +232,7 @@ def _may_be_tried(eqn: Any) -> bool:
 
 
 def try_out(executables: Sequence[Executable], sharding: jax.sharding.Sharding) -> None:
-    """Warms executables and measures one call of each, on zeros, one after the other."""
+    """Warms executables and measures each, the best of a few calls on zeros."""
     queue = make_queue()
     slot = queue.open_slot() if queue.has_marks else -1
     token = jax.device_put(jnp.asarray(slot, jnp.int32), sharding)

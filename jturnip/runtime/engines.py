@@ -1,7 +1,8 @@
 """The engines over JAX: compute by executables, transfers by `device_put`.
 
 A run's completion comes from the mark at the end of its executable; where marks are not
-built, and for transfers always, a waiter thread sleeps in `block_until_ready` and says so.
+built, and for transfers that are not over at once, a waiter thread sleeps in
+`block_until_ready` and says so.
 Completions steer the order only. Data dependencies are JAX's own, so a wrong guess stalls
 and never corrupts.
 """

@@ -4,11 +4,14 @@
 | --- | --- | --- |
 | `jax._src.source_info_util.summarize` | the user's file and line | no line |
 | `jax._src.config.trace_context` | what changes how a function traces | the x64 mode |
+| `persistent_cache_min_compile_time_secs` | stores what compiles quickly | does not |
+| `jax._src.array.ArrayImpl` | results that are not committed | they are |
 | `batched_copy_array_to_devices_with_sharding` | copies quickly | `device_put` |
 
 It also reads what JAX offers publicly but does not describe to type checkers.
 """
 
+import contextlib
 import functools
 from collections.abc import Hashable
 from typing import Any, TypeAlias
@@ -33,6 +36,16 @@ try:
 except ImportError:  # pragma: no cover - depends on the jax version
     _trace_context = None
 
+
+try:
+    from jax._src.config import persistent_cache_min_compile_time_secs as _min_stored
+except ImportError:  # pragma: no cover - depends on the jax version
+    _min_stored = None
+
+try:
+    from jax._src.array import ArrayImpl as _Array
+except ImportError:  # pragma: no cover - depends on the jax version
+    _Array: Any = None
 
 try:
     from jax._src.lib import xla_client as _xla_client  # pyright: ignore
@@ -72,6 +85,33 @@ def source_line(equation: Any) -> str:
     return "" if line == "unknown" else line
 
 
+def settled(array: Any, committed: bool) -> Any:
+    """The same array as `jax.jit` would give it out: with the memory that it is in as part
+    of its type, which `copy_to` leaves as it was, and committed to its device or not."""
+    if _Array is None or type(array) is not array_type():
+        return array
+    on_host = array.sharding.memory_kind != "device"
+    space = jax.memory.Space.Host if on_host else jax.memory.Space.Device
+    if array.committed == committed and array.aval.memory_space == space:
+        return array
+    try:
+        aval = array.aval.update(memory_space=space)
+        return _Array(aval, array.sharding, [array], committed, _skip_checks=True)
+    except (AttributeError, TypeError):  # another signature than the one we know
+        return array
+
+
+def is_nan_error(error: BaseException) -> bool:
+    """Whether `jax_debug_nans` or `jax_debug_infs` found something."""
+    internal = type(error).__name__ == "InternalFloatingPointError"
+    return internal or isinstance(error, FloatingPointError)
+
+
+def is_reference(aval: Any) -> bool:
+    """Whether an abstract value is of a mutable reference; no public name says so."""
+    return any(cls.__name__ == "AbstractRef" for cls in type(aval).__mro__)
+
+
 def trace_context() -> Hashable:
     """What, besides the arguments, decides how a function traces in this thread."""
     if _trace_context is not None:
@@ -80,6 +120,21 @@ def trace_context() -> Hashable:
         except Exception:  # as above
             pass
     return (_config.jax_enable_x64, _config.jax_default_matmul_precision)
+
+
+def stored_from() -> float:
+    """What compiles in fewer seconds is not put into JAX's persistent cache."""
+    return float(_config.jax_persistent_cache_min_compile_time_secs)
+
+
+def storing_from(seconds: float) -> contextlib.AbstractContextManager[Any]:
+    """A context in which that is `seconds`, in this thread only."""
+    if _min_stored is not None:
+        try:
+            return _min_stored(seconds)
+        except Exception:  # as above
+            pass
+    return contextlib.nullcontext()
 
 
 def jit_is_disabled() -> bool:

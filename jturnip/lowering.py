@@ -7,7 +7,7 @@ import collections
 import contextlib
 import dataclasses
 import gc
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +17,13 @@ from jturnip import compat, placement
 from jturnip.compat import Device
 from jturnip.compiler import executables as compiler
 from jturnip.compiler.executables import Executable
+from jturnip.compiler.report import CompileReport
 from jturnip.errors import DoesNotFit, HostMemoryError
 from jturnip.frontend.costs import DeviceRates
-from jturnip.frontend.jaxpr import FlatJaxpr
+from jturnip.frontend.jaxpr import flatten
+from jturnip.frontend.loops import Streaming
 from jturnip.frontend.partition import Group, Partitioner
+from jturnip.frontend.values import FlatJaxpr, Parts
 from jturnip.graph.memgraph import MemGraph
 from jturnip.graph.plan import Plan
 from jturnip.graph.taskgraph import Buffer, BufferId, Place, Role, Task, TaskGraph, TaskId
@@ -43,6 +46,9 @@ from jturnip.units import format_bytes
 # A task may hold this share of the budget, where it can be cut: two can then be resident
 # while the transfers of two more are under way.
 _SHARE = 4
+# A loop is cut if it would hold more than one of these shares of the budget: the next is
+# tried where no plan fits with loops as large as that. 0: every loop is cut.
+_SHARES_OF_LOOPS = (4, 16, 0)
 # XLA may re-use and fuse better than the TaskGraph's liveness says, up to this factor.
 _HOPE = 1.5
 # What `auto` plans and simulates; the paper's alone beyond this many tasks, since there
@@ -66,14 +72,19 @@ class Split:
     """A function as tasks with their executables, not yet planned."""
 
     flat: FlatJaxpr
+    # The equations of each task of the graph.
+    groups: tuple[Group, ...]
     graph: TaskGraph
     executables: tuple[Executable, ...]
     # Distinct executables that were compiled for it, and that were there already.
     compiled: int
     reused: int
+    compile_report: CompileReport
     arguments: Arguments
-    # The buffer of each flat result: one that a task writes, or an argument's.
-    result_buffers: tuple[BufferId, ...]
+    # The buffer of each value that has one.
+    buffers: Mapping[int, BufferId]
+    # Result → the donated host argument whose memory it takes over; by position.
+    reuses: Mapping[int, int]
 
 
 def rates(device: Device) -> DeviceRates:
@@ -93,19 +104,61 @@ def link_of(device: Device, simulated: SimulatedLink | None) -> Link:
 
 
 def split(
-    flat: FlatJaxpr, partitioner: Partitioner, arguments: Arguments, gpu_bytes: int
+    closed: Any, forwarded: Collection[int], arguments: Arguments, gpu_bytes: int
 ) -> Split:
     """Cuts a function into tasks that fit in `gpu_bytes`, and compiles them.
 
+    Args:
+      closed: the function's jaxpr.
+      forwarded: positions of arguments that may be returned as they are.
+      arguments: how the arguments are held.
+      gpu_bytes: the budget, in bytes.
+
     Raises:
       DoesNotFit: where a single equation, or the caller's own arrays, need more.
+      UnsupportedError: for what cannot be taken apart.
     """
+    arena = placement.arena_bytes(gpu_bytes, arguments.device)
+    refusal: DoesNotFit | None = None
+    for share in _SHARES_OF_LOOPS:
+        streaming = _streaming(closed, arguments, arena, arena // share if share else 0)
+        flat = flatten(closed, forwarded, streaming)
+        try:
+            return _split_flat(flat, kept(arguments, flat), gpu_bytes)
+        except DoesNotFit as error:
+            refusal = refusal or error
+            if not any(e.name == "scan" for e in flat.equations):
+                break
+    assert refusal is not None
+    raise refusal
+
+
+def _streaming(closed: Any, arguments: Arguments, arena: int, largest: int) -> Streaming:
+    jaxpr = getattr(closed, "jaxpr", closed)
+    donated = [
+        (tuple(v.aval.shape), v.aval.dtype)
+        for v, w in zip(jaxpr.invars, arguments.whose, strict=True)
+        if w is Whose.DONATED_HOST
+    ]
+    return Streaming(
+        largest,
+        arena,
+        rates(arguments.device),
+        frozenset(i for i, w in enumerate(arguments.whose) if w.on_host),
+        lambda array: placement.whose(array, False).on_host,
+        collections.Counter(donated),
+    )
+
+
+def _split_flat(flat: FlatJaxpr, arguments: Arguments, gpu_bytes: int) -> Split:
     device = arguments.device
     arena = placement.arena_bytes(gpu_bytes, device)
+    partitioner = Partitioner(flat, rates(device))
     _refuse_early(flat, partitioner, arguments, gpu_bytes)
     groups = partitioner.partition(arena // _SHARE)
+    compiled = None
     while True:
-        compiled = _compile(flat, groups, arguments)
+        compiled = _compile(flat, groups, arguments, compiled)
         graph, buffers = _build(flat, groups, arguments, compiled)
         if smallest_budget(graph) <= arena:
             break
@@ -117,13 +170,30 @@ def split(
         groups = finer
     return Split(
         flat=flat,
+        groups=tuple(groups),
         graph=graph,
         executables=compiled.executables,
-        compiled=compiled.compiled,
-        reused=compiled.reused,
+        compiled=len(compiled.made),
+        reused=compiled.report.reused,
+        compile_report=compiled.report,
         arguments=arguments,
-        result_buffers=tuple(buffers[v] for v in flat.outputs),
+        buffers=buffers,
+        reuses=_reuses(flat, arguments),
     )
+
+
+def kept(arguments: Arguments, flat: FlatJaxpr) -> Arguments:
+    """A donated argument that is returned as it is stays where it is."""
+    returned = frozenset(flat.result_values)
+    alive = {
+        Whose.DONATED_DEVICE: Whose.CALLER_DEVICE,
+        Whose.DONATED_HOST: Whose.CALLER_HOST,
+    }
+    whose = tuple(
+        alive.get(w, w) if v in returned else w
+        for v, w in zip(flat.inputs, arguments.whose, strict=True)
+    )
+    return dataclasses.replace(arguments, whose=whose)
 
 
 def may_fit(
@@ -177,10 +247,14 @@ def _argument_bytes(flat: FlatJaxpr, arguments: Arguments, held: Collection[Whos
 
 
 def _compile(
-    flat: FlatJaxpr, groups: Sequence[Group], arguments: Arguments
+    flat: FlatJaxpr,
+    groups: Sequence[Group],
+    arguments: Arguments,
+    earlier: compiler.Compiled | None = None,
 ) -> compiler.Compiled:
     device = arguments.device if arguments.committed else None
-    return compiler.compile_groups(flat, groups, device, compat.trace_context())
+    context = compat.trace_context()
+    return compiler.compile_groups(flat, groups, device, context, earlier)
 
 
 def _build(
@@ -191,7 +265,8 @@ def _build(
 ) -> tuple[TaskGraph, dict[int, BufferId]]:
     """The TaskGraph of some groups, and the buffer of each value.
 
-    Buffers of the flat arguments come first, in order, then those of the constants.
+    Buffers of the flat arguments come first, in order, then those of the constants, then
+    those of slices of either.
     """
     buffers: list[Buffer] = []
     of_value: dict[int, BufferId] = {}
@@ -207,7 +282,10 @@ def _build(
         add(value, Role.INPUT, name=name, **_start(whose))
     for number, (value, array) in enumerate(flat.constants):
         name = f"closed-over array {number}"
-        add(value, Role.CONSTANT, name=name, **_start(placement.whose(array, False)))
+        add(value, Role.CONSTANT, name=name, **_start(constant_whose(array)))
+    for cut in flat.slices:
+        name = f"{buffers[of_value[cut.source]].name}[{cut.start}:{cut.stop}]"
+        add(cut.value, Role.INPUT, name=name, start=Place.HOST)
     written = flat.written_outputs
     results = frozenset(written)
     to_host = _ending_on_host(flat, arguments)
@@ -230,26 +308,34 @@ def _build(
     return graph, of_value
 
 
+def constant_whose(array: Any) -> Whose:
+    """Who holds a closed-over array: small ones are put on the device once, for good."""
+    whose = placement.whose(array, False)
+    return Whose.CALLER_DEVICE if whose is Whose.OURS_DEVICE else whose
+
+
 def _start(whose: Whose) -> dict[str, Any]:
     place = Place.HOST if whose.on_host else Place.DEVICE
     return {"start": place, "pinned": whose is Whose.CALLER_DEVICE}
 
 
+def _reuses(flat: FlatJaxpr, arguments: Arguments) -> dict[int, int]:
+    returned = frozenset(flat.inputs)
+    types = [flat.types[v] for v in flat.inputs]
+    results = [None if o in returned else flat.type_of(o) for o in flat.outputs]
+    pairs = list(zip(types, arguments.whose, strict=True))
+    return placement.reused_arguments(pairs, results)
+
+
 def _ending_on_host(flat: FlatJaxpr, arguments: Arguments) -> frozenset[int]:
-    """Results that re-use a donated host argument of the same type, first come first."""
-    returned = frozenset(flat.outputs)
-    offered = [
-        flat.types[v]
-        for v, whose in zip(flat.inputs, arguments.whose, strict=True)
-        if whose is Whose.DONATED_HOST and v not in returned
-    ]
-    offers = collections.Counter((t.shape, t.dtype) for t in offered)
-    ending = set()
-    for v in flat.written_outputs:
-        key = (flat.types[v].shape, flat.types[v].dtype)
-        if offers[key] > 0:
-            offers[key] -= 1
-            ending.add(v)
+    """Values of results that are put together in host memory, or re-use an argument's."""
+    reuses = _reuses(flat, arguments)
+    ending: set[int] = set()
+    for at, output in enumerate(flat.outputs):
+        if isinstance(output, Parts):
+            ending.update(output.values)
+        elif at in reuses:
+            ending.add(output)
     return frozenset(ending)
 
 

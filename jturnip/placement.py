@@ -81,6 +81,31 @@ def host(tree: Tree) -> Tree:
     return jax.block_until_ready(jax.tree.map(copy, tree))
 
 
+def reused_arguments(
+    arguments: Sequence[tuple[Any, Whose]], results: Sequence[Any]
+) -> dict[int, int]:
+    """Which result takes the place of which donated host argument.
+
+    Args:
+      arguments: type (anything with a shape and a dtype) and holder of each.
+      results: type of each, or None for one that is not to be matched.
+
+    Returns:
+      Position of a result → that of its argument: the first of the same shape and dtype
+      that no earlier result took.
+    """
+    offers: dict[tuple[Any, Any], list[int]] = {}
+    for i, (t, holder) in reversed(list(enumerate(arguments))):
+        if holder is Whose.DONATED_HOST:
+            offers.setdefault((tuple(t.shape), t.dtype), []).append(i)
+    found = {}
+    for i, t in enumerate(results):
+        offered = offers.get((tuple(t.shape), t.dtype)) if t is not None else None
+        if offered:
+            found[i] = offered.pop()
+    return found
+
+
 def device_of(leaf: Any) -> Device | None:
     """The one device of an array, None for what is no JAX array."""
     sharding = getattr(leaf, "sharding", None)

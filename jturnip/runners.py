@@ -1,6 +1,8 @@
 """What a compiled function is when called: one executable, or the loop over a plan."""
 
 import collections
+import enum
+import functools
 import threading
 import time
 import traceback
@@ -10,9 +12,10 @@ from typing import Any, Protocol
 
 import jax
 
-from jturnip import lowering, placement
+from jturnip import compat, lowering, placement
+from jturnip.compiler import nans
 from jturnip.errors import ArgumentError, ExecutionError
-from jturnip.frontend.jaxpr import Type
+from jturnip.frontend.values import FlatJaxpr, Parts, Slice, Type
 from jturnip.graph.memgraph import MemGraph
 from jturnip.graph.plan import Plan
 from jturnip.graph.taskgraph import TaskGraph
@@ -24,6 +27,7 @@ from jturnip.runtime.engines import (
     make_program,
     return_marks,
 )
+from jturnip.runtime.hoststacks import Assembled, Assembly, rows_of
 from jturnip.runtime.link import SimulatedLink
 from jturnip.runtime.loop import run
 from jturnip.runtime.report import RunReport
@@ -50,12 +54,20 @@ class WholeRunner:
     """Plain `jax.jit`, for a function that fits."""
 
     def __init__(
-        self, whole: Any, call: Call, arguments: Arguments, plan: Plan, moves: "Moves"
+        self,
+        whole: Any,
+        call: Call,
+        arguments: Arguments,
+        plan: Plan,
+        moves: "Moves",
+        flat: FlatJaxpr | None,
     ):
         self.whole = whole
         self.plan = plan
         self._seconds: float | None = None
         self._tree = call.tree
+        # To find an equation that made a NaN; None for what cannot be flattened.
+        self._flat = flat
         device = arguments.device
         self._device = jax.sharding.SingleDeviceSharding(device, memory_kind="device")
         self._host = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
@@ -74,11 +86,23 @@ class WholeRunner:
 
     def run(self, leaves: Sequence[Any]) -> Any:
         began = time.perf_counter()
-        if self._moves.arguments:
-            results = self._run_with_moves(leaves)
-        else:
-            args, kwargs = jax.tree.unflatten(self._tree, leaves)
-            results = self.whole(*args, **kwargs)
+        try:
+            if self._moves.arguments:
+                results = self._run_with_moves(leaves)
+            else:
+                args, kwargs = jax.tree.unflatten(self._tree, leaves)
+                results = self.whole(*args, **kwargs)
+        except Exception as error:
+            if compat.is_nan_error(error) and self._flat is not None:
+                everything = range(len(self._flat.equations))
+                alive = [
+                    leaf
+                    if isinstance(leaf, jax.Array) and leaf.is_deleted()
+                    else jax.device_put(leaf, self._device)
+                    for leaf in leaves
+                ]
+                raise nans.blame(self._flat, everything, self._flat.inputs, alive) from None
+            raise
         self._seconds = time.perf_counter() - began
         return results
 
@@ -116,29 +140,37 @@ class SplitRunner:
             schedule,
             candidate.executables,
             candidate.arguments.device,
+            functools.partial(_blame, candidate),
         )
         self._link = link
         self._lock = threading.Lock()
-        whose = candidate.arguments.whose
         self._names = candidate.arguments.names
+        self._committed = candidate.arguments.committed
         memgraph = program.memgraph
-        at_start: dict[int, int] = {
+        start: dict[int, int] = {
             memgraph.instances[i].buffer: i for i in memgraph.inputs_at_start
         }
-        # The flat arguments' buffers come first, then the constants'.
-        self._arguments = tuple((at_start[i], w) for i, w in enumerate(whose))
+        buffers = candidate.buffers
+        flat = candidate.flat
+        # Which instance each argument is at the start.
+        self._arguments = tuple(
+            (start[buffers[v]], w)
+            for v, w in zip(flat.inputs, candidate.arguments.whose, strict=True)
+        )
         self._constants = tuple(
-            (at_start[len(whose) + k], placement.whose(array, False), array)
-            for k, (_, array) in enumerate(candidate.flat.constants)
+            (start[buffers[v]], self._place_for_good(array)) for v, array in flat.constants
         )
         self._donated = frozenset(i for i, w in self._arguments if w.donated)
+        self._cut = _cut_arrays(candidate, start)
         ends = dict(zip(program.graph.outputs, memgraph.outputs_at_end, strict=True))
-        # For each result the instance that holds it, or the argument that is returned,
-        # whose buffer has the argument's number.
-        self._results = tuple(
-            (False, ends[b]) if b in ends else (True, int(b))
-            for b in candidate.result_buffers
-        )
+        self._results, self._assembled = _results(candidate, start, ends)
+
+    def _place_for_good(self, array: Any) -> tuple[Whose, Any]:
+        """A closed-over array; a small one is put on the device now."""
+        whose = lowering.constant_whose(array)
+        if whose is Whose.CALLER_DEVICE:
+            array = self._placed(array, Whose.OURS_DEVICE)
+        return whose, array
 
     def run(self, leaves: Sequence[Any]) -> Any:
         program = self._program
@@ -149,11 +181,21 @@ class SplitRunner:
             try:
                 self._check_donated_once(leaves)
                 marks = borrow_marks(program.device_sharding)
+                assembly = Assembly(self._assembled)
+                leaves = assembly.take_over(leaves)
+                taken = {self._arguments[i][0] for i in assembly.arguments}
                 self._place(leaves, arrays)
-                engines = DeviceEngines(program, arrays, self._donated, marks, self._link)
+                engines = DeviceEngines(
+                    program, arrays, self._donated - taken, marks, assembly, self._link
+                )
                 report = run(program.schedule, engines, self.plan.strategy)
-                for returned, at in self._results:
-                    results.append(leaves[at] if returned else arrays[at])
+                of = {
+                    Origin.ARGUMENT: leaves,
+                    Origin.INSTANCE: arrays,
+                    Origin.ASSEMBLED: assembly.finish(program.host_sharding),
+                }
+                for origin, at in self._results:
+                    results.append(self._settled(of[origin][at], origin))
                 _raise_failures(results)
                 engines.close()
             except BaseException as error:
@@ -168,6 +210,13 @@ class SplitRunner:
             return_marks(marks)
             self.last_run = report
         return jax.tree.unflatten(self._out_tree, results)
+
+    def _settled(self, array: Any, origin: "Origin") -> Any:
+        """A result as `jax.jit` would give it out; what is in host memory is committed."""
+        if origin is Origin.ARGUMENT:
+            return array
+        on_host = array.sharding.memory_kind != "device"
+        return compat.settled(array, on_host or self._committed)
 
     def _check_donated_once(self, leaves: Sequence[Any]) -> None:
         """Raises ArgumentError for an array that is donated and passed a second time."""
@@ -186,8 +235,12 @@ class SplitRunner:
     def _place(self, leaves: Sequence[Any], arrays: list[Any]) -> None:
         for (instance, whose), leaf in zip(self._arguments, leaves, strict=True):
             arrays[instance] = self._placed(leaf, whose)
-        for instance, whose, array in self._constants:
+        for instance, (whose, array) in self._constants:
             arrays[instance] = self._placed(array, whose)
+        for source, instances, cuts, keep in self._cut:
+            rows = rows_of(arrays[source], cuts, keep)
+            for instance, array in zip(instances, rows, strict=True):
+                arrays[instance] = array
 
     def _placed(self, leaf: Any, whose: Whose) -> jax.Array:
         if isinstance(leaf, jax.Array) and not whose.ours:
@@ -195,6 +248,100 @@ class SplitRunner:
         program = self._program
         sharding = program.host_sharding if whose.on_host else program.device_sharding
         return jax.device_put(leaf, sharding)
+
+
+def _blame(
+    candidate: lowering.Split, task: int, operands: Sequence[Any]
+) -> FloatingPointError:
+    group = candidate.groups[task]
+    return nans.blame(candidate.flat, group.equations, group.inputs, operands)
+
+
+class Origin(enum.Enum):
+    """Where a result comes from."""
+
+    # An argument that is returned as it is, by its position.
+    ARGUMENT = "argument"
+    # An instance of the plan.
+    INSTANCE = "instance"
+    # One that is put together in host memory.
+    ASSEMBLED = "assembled"
+
+
+def _cut_arrays(
+    candidate: lowering.Split, start: dict[int, int]
+) -> tuple[tuple[int, tuple[int, ...], tuple[tuple[int, int], ...], bool], ...]:
+    """Arrays in host memory that are read in rows: instance of the array, instances of
+    the rows, first and past last row of each, whether the array is there next time."""
+    donated = {
+        v
+        for v, w in zip(candidate.flat.inputs, candidate.arguments.whose, strict=True)
+        if w is not Whose.CALLER_HOST
+    }
+    of_source: dict[int, list[Slice]] = {}
+    for cut in candidate.flat.slices:
+        of_source.setdefault(cut.source, []).append(cut)
+    at = lambda value: start[candidate.buffers[value]]
+    return tuple(
+        (
+            at(source),
+            tuple(at(c.value) for c in cuts),
+            tuple((c.start, c.stop) for c in cuts),
+            source not in donated,
+        )
+        for source, cuts in of_source.items()
+    )
+
+
+def _results(
+    candidate: lowering.Split, start: dict[int, int], ends: dict[int, int]
+) -> tuple[tuple[tuple[Origin, int], ...], tuple[Assembled, ...]]:
+    """Where each result comes from, and those that are put together."""
+    flat, buffers = candidate.flat, candidate.buffers
+    places = {v: i for i, v in enumerate(flat.inputs)}
+    results: list[tuple[Origin, int]] = []
+    assembled: list[Assembled] = []
+    for position, output in enumerate(flat.outputs):
+        if isinstance(output, Parts):
+            results.append((Origin.ASSEMBLED, len(assembled)))
+            assembled.append(_assembled(candidate, position, output, start, ends))
+        elif output in places:
+            results.append((Origin.ARGUMENT, places[output]))
+        else:
+            results.append((Origin.INSTANCE, ends[buffers[output]]))
+    return tuple(results), tuple(assembled)
+
+
+def _assembled(
+    candidate: lowering.Split,
+    position: int,
+    output: Parts,
+    start: dict[int, int],
+    ends: dict[int, int],
+) -> Assembled:
+    flat, buffers = candidate.flat, candidate.buffers
+    parts, row = [], 0
+    for v in output.values:
+        rows = flat.types[v].shape[0]
+        parts.append((ends[buffers[v]], row, row + rows))
+        row += rows
+    argument = candidate.reuses.get(position)
+    readers: tuple[tuple[int, ...], ...] = ()
+    if argument is not None:
+        source = flat.inputs[argument]
+        cuts = [c for c in flat.slices if c.source == source]
+        readers = tuple(
+            (
+                start[buffers[source]],
+                *(
+                    start[buffers[c.value]]
+                    for c in cuts
+                    if c.start < end and begin < c.stop
+                ),
+            )
+            for _, begin, end in parts
+        )
+    return Assembled(output.type, tuple(parts), argument, readers)
 
 
 def _raise_failures(results: Sequence[Any]) -> None:
@@ -236,7 +383,7 @@ class Moves:
 def moves_of(arguments: Arguments, traced: Any) -> Moves:
     """Host arguments go to the device; results that re-use donated ones come back."""
     types, results = (
-        [Type(tuple(a.shape), a.dtype, False) for a in jax.tree.leaves(infos)]
+        [Type.of(a) for a in jax.tree.leaves(infos)]
         for infos in (traced.args_info, traced.out_info)
     )
     inward = tuple(
@@ -244,15 +391,11 @@ def moves_of(arguments: Arguments, traced: Any) -> Moves:
         for i, w in enumerate(arguments.whose)
         if w in (Whose.CALLER_HOST, Whose.DONATED_HOST)
     )
-    offers = [types[i] for i in inward if arguments.whose[i] is Whose.DONATED_HOST]
-    outward = []
-    for i, result in enumerate(results):
-        if result in offers:
-            offers.remove(result)
-            outward.append(i)
+    pairs = list(zip(types, arguments.whose, strict=True))
+    outward = tuple(sorted(placement.reused_arguments(pairs, results)))
     return Moves(
         inward,
-        tuple(outward),
+        outward,
         sum(types[i].nbytes for i in inward),
         sum(results[i].nbytes for i in outward),
     )

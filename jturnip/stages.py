@@ -19,9 +19,12 @@ from jax.core import Tracer
 
 from jturnip import lowering, placement
 from jturnip.compat import Device
+from jturnip.compiler.executables import compile_whole
+from jturnip.compiler.report import CompileReport
 from jturnip.errors import ArgumentError, DoesNotFit, UnsupportedError
-from jturnip.frontend.jaxpr import FlatJaxpr, flatten
+from jturnip.frontend.jaxpr import flatten
 from jturnip.frontend.partition import Partitioner
+from jturnip.frontend.values import FlatJaxpr
 from jturnip.graph.plan import Plan
 from jturnip.placement import Arguments, Whose
 from jturnip.planner.strategies import STRATEGIES
@@ -112,11 +115,16 @@ class Lowered:
         arguments = _with_room(arguments, traced, self.gpu_bytes)
         self._refusal: UnsupportedError | None = None
         self._flat: FlatJaxpr | None = None
+        # Of the whole function, also where it does not fit.
+        self._whole_report: CompileReport | None = None
         try:
             self._flat = flatten(traced.jaxpr, _forwardable(arguments))
         except UnsupportedError as error:
             self._refusal = error
-        self._arguments = arguments if self._flat is None else _kept(arguments, self._flat)
+        self._given = arguments
+        self._arguments = (
+            arguments if self._flat is None else lowering.kept(arguments, self._flat)
+        )
         self._lock = threading.RLock()
 
     @property
@@ -167,7 +175,7 @@ class Lowered:
                 self._flat, self._partitioner, self._arguments, self.gpu_bytes
             ):
                 return None
-        whole = self._traced.lower().compile()
+        whole, self._whole_report = compile_whole(self._traced)
         needed = whole_bytes(whole)
         if needed <= self.gpu_bytes:
             return whole
@@ -187,9 +195,11 @@ class Lowered:
 
     @functools.cached_property
     def _split(self) -> lowering.Split:
-        partitioner = self._partitioner
-        assert self._flat is not None
-        return lowering.split(self._flat, partitioner, self._arguments, self.gpu_bytes)
+        if self._refusal is not None:
+            raise self._refusal
+        return lowering.split(
+            self._traced.jaxpr, _forwardable(self._given), self._given, self.gpu_bytes
+        )
 
     def compile(self) -> "Compiled":
         """Compiles what is not compiled yet, measures the tasks, and plans with that."""
@@ -198,7 +208,7 @@ class Lowered:
                 moves = moves_of(self._arguments, self._traced)
                 plan = whole_plan(self._whole, moves, self.gpu_bytes)
                 runner: Runner = WholeRunner(
-                    self._whole, self._call, self._arguments, plan, moves
+                    self._whole, self._call, self._arguments, plan, moves, self._flat
                 )
             else:
                 candidate = lowering.measure(self._split, self.gpu_bytes)
@@ -206,14 +216,31 @@ class Lowered:
                 runner = SplitRunner(
                     candidate, plan, schedule, self._options.link, self._traced.out_tree
                 )
-        return Compiled(runner, self._call, self._arguments, self._traced)
+            report = self._compile_report()
+        return Compiled(runner, self._call, self._arguments, self._traced, report)
+
+    def _compile_report(self) -> CompileReport:
+        whole = self._whole_report
+        if self._whole is not None and whole is not None:
+            return whole
+        report = self._split.compile_report
+        return report if whole is None else report.after(whole)
 
 
 class Compiled:
     """A program for one signature. Calls take the dynamic arguments only."""
 
-    def __init__(self, runner: Runner, call: Call, arguments: Arguments, traced: Any):
+    def __init__(
+        self,
+        runner: Runner,
+        call: Call,
+        arguments: Arguments,
+        traced: Any,
+        compile_report: CompileReport,
+    ):
         self._runner = runner
+        # What was compiled for it, and what was there.
+        self.compile_report = compile_report
         self._in_tree = call.tree
         self._arguments = arguments
         self._types = [
@@ -301,18 +328,4 @@ def _with_room(arguments: Arguments, traced: Any, gpu_bytes: int) -> Arguments:
     if small <= gpu_bytes // 16:
         return arguments
     whose = tuple(Whose.OURS_HOST if w is Whose.OURS_DEVICE else w for w in arguments.whose)
-    return dataclasses.replace(arguments, whose=whose)
-
-
-def _kept(arguments: Arguments, flat: FlatJaxpr) -> Arguments:
-    """A donated argument that is returned as it is stays where it is."""
-    returned = frozenset(flat.outputs)
-    alive = {
-        Whose.DONATED_DEVICE: Whose.CALLER_DEVICE,
-        Whose.DONATED_HOST: Whose.CALLER_HOST,
-    }
-    whose = tuple(
-        alive.get(w, w) if v in returned else w
-        for v, w in zip(flat.inputs, arguments.whose, strict=True)
-    )
     return dataclasses.replace(arguments, whose=whose)

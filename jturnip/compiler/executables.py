@@ -21,11 +21,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jturnip import compat
 from jturnip.compat import Device
+from jturnip.compiler.origin import Origin, compile_lowered
+from jturnip.compiler.progress import progress_bar
+from jturnip.compiler.report import CompileReport
 from jturnip.errors import PlanningError
 from jturnip.frontend import costs
-from jturnip.frontend.jaxpr import Constant, FlatJaxpr
 from jturnip.frontend.partition import Group
+from jturnip.frontend.values import Constant, FlatJaxpr, is_key, is_packed
 from jturnip.native import marks
 from jturnip.native.queue import make_queue
 
@@ -54,6 +58,8 @@ _CACHE: OrderedDict[Hashable, Executable] = OrderedDict()
 _CACHE_SIZE = 4096
 # An executable is tried out a few times more while that takes no longer than this.
 _TRIAL_SECONDS = 0.01
+# How often the progress bar is drawn anew while nothing gets done.
+_REFRESH_SECONDS = 0.25
 _LOCK = threading.Lock()
 # Slots of a context that are not settings but how it applies them.
 _CONTEXT_MACHINERY = frozenset(("configs", "manager", "_managers", "__weakref__"))
@@ -67,13 +73,17 @@ class Compiled:
     # Distinct executables, and for each group the index of its own.
     executables: tuple[Executable, ...]
     of_group: tuple[int, ...]
-    # How many of the distinct ones were compiled just now, and how many were there.
-    compiled: int
-    reused: int
+    # What was made for them, and for earlier groups of the same function.
+    made: tuple[Executable, ...]
+    report: CompileReport
 
 
 def compile_groups(
-    flat: FlatJaxpr, groups: Sequence[Group], device: Device | None, context: Hashable
+    flat: FlatJaxpr,
+    groups: Sequence[Group],
+    device: Device | None,
+    context: Hashable,
+    earlier: Compiled | None = None,
 ) -> Compiled:
     """Compiles the distinct tasks among `groups`.
 
@@ -82,38 +92,89 @@ def compile_groups(
       groups: the tasks.
       device: where they will run; None for JAX's default device.
       context: what else decides how a function traces (`compat.trace_context`).
+      earlier: what was compiled before for the same function, cut otherwise.
 
     Raises:
       PlanningError: XLA refuses a task; the cause is attached.
     """
+    began = time.perf_counter()
     marked = marks.load()
     indices: dict[Hashable, int] = {}
+    distinct: list[Group] = []
     of_group = []
-    found: list[concurrent.futures.Future[Executable] | Executable] = []
-    pool = concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1)
-    try:
-        for group in groups:
-            key = (group_key(flat, group), device, context, marked)
-            if key not in indices:
-                indices[key] = len(found)
-                known = _cached(key)
-                if known is None:
-                    jitted, lowered = _lower(flat, group, device, marked)
-                    known = pool.submit(_compile, flat, group, jitted, lowered, marked)
-                found.append(known)
-            of_group.append(indices[key])
-        executables = [e if isinstance(e, Executable) else e.result() for e in found]
-    finally:
-        pool.shutdown(cancel_futures=True)
-    compiled = sum(not isinstance(e, Executable) for e in found)
+    for group in groups:
+        key = (group_key(flat, group), device, context, marked)
+        if key not in indices:
+            indices[key] = len(distinct)
+            distinct.append(group)
+        of_group.append(indices[key])
+    known = [_cached(key) for key in indices]
+    missing = [g for g, e in zip(distinct, known, strict=True) if e is None]
+    new, cached = _compile_in_parallel(flat, missing, device, marked)
+    remaining = iter(new)
+    executables = tuple(next(remaining) if e is None else e for e in known)
     with _LOCK:
         for key, index in indices.items():
             _CACHE[key] = executables[index]
         while len(_CACHE) > _CACHE_SIZE:
             _CACHE.popitem(last=False)
-    return Compiled(
-        tuple(executables), tuple(of_group), compiled, len(executables) - compiled
+    made = (*(earlier.made if earlier is not None else ()), *new)
+    ours = set(map(id, made))
+    report = CompileReport(
+        distinct=len(executables),
+        compiled=len(new) - cached,
+        reused=sum(id(e) not in ours for e in executables),
+        cached=cached,
+        seconds=time.perf_counter() - began,
     )
+    if earlier is not None:
+        report = report.after(earlier.report)
+    return Compiled(executables, tuple(of_group), made, report)
+
+
+def compile_whole(traced: Any) -> tuple[Any, CompileReport]:
+    """A `jax.stages.Traced` as one executable, just as `jax.jit` would compile it."""
+    began = time.perf_counter()
+    compiled, origin = compile_lowered(traced.lower())
+    return compiled, CompileReport(
+        distinct=1,
+        compiled=int(origin is Origin.COMPILED),
+        reused=int(origin is Origin.REUSED),
+        cached=int(origin is Origin.CACHED),
+        seconds=time.perf_counter() - began,
+    )
+
+
+def _compile_in_parallel(
+    flat: FlatJaxpr, groups: Sequence[Group], device: Device | None, marked: bool
+) -> tuple[list[Executable], int]:
+    """An executable for each group, and how many were in JAX's persistent cache."""
+    if not groups:
+        return [], 0
+    # The user says which compilations are worth storing by the seconds that a function
+    # takes. This one is in pieces: what they leave unstored takes no longer in all.
+    stored_from = compat.stored_from() / len(groups)
+    futures: list[concurrent.futures.Future[tuple[Executable, Origin]]] = []
+    done: list[Any] = []
+    with progress_bar(len(groups)) as show:
+        pool = concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1)
+        try:
+            for group in groups:
+                jitted, lowered = _lower(flat, group, device, marked)
+                futures.append(
+                    pool.submit(_compile, flat, group, jitted, lowered, marked, stored_from)
+                )
+                futures[-1].add_done_callback(done.append)
+                show(len(done))
+            for future in futures:
+                while not future.done():
+                    concurrent.futures.wait([future], _REFRESH_SECONDS)
+                    show(len(done))
+            results = [future.result() for future in futures]
+        finally:
+            pool.shutdown(cancel_futures=True)
+    cached = sum(origin is Origin.CACHED for _, origin in results)
+    return [executable for executable, _ in results], cached
 
 
 def _cached(key: Hashable) -> Executable | None:
@@ -173,25 +234,30 @@ def lead(flat: FlatJaxpr, group: Group) -> str:
 
 def lead_equation(flat: FlatJaxpr, group: Group) -> int:
     """The equation that does most of the work."""
-    return max(group.equations, key=lambda e: costs.flops(flat.equations[e], flat))
+    return max(group.equations, key=lambda e: costs.flops(flat.equations[e].origin))
 
 
 def _mark(results: Sequence[Any], slot: Any) -> Any:
     """A mark that fires after all results are written."""
-    plain = [jax.random.key_data(r) if _is_key(r.dtype) else r for r in results]
+    plain = [jax.random.key_data(r) if is_key(r.dtype) else r for r in results]
     return marks.mark(*(plain[:1] or [slot]), slot, *plain[1:])
 
 
 def _compile(
-    flat: FlatJaxpr, group: Group, jitted: Any, lowered: Any, marked: bool
-) -> Executable:
+    flat: FlatJaxpr,
+    group: Group,
+    jitted: Any,
+    lowered: Any,
+    marked: bool,
+    stored_from: float,
+) -> tuple[Executable, Origin]:
     try:
-        compiled = lowered.compile()
+        compiled, origin = compile_lowered(lowered, stored_from)
     except Exception as error:
         raise PlanningError(f"XLA cannot compile a task: {error}") from error
     memory, cost = compiled.memory_analysis(), compiled.cost_analysis() or {}
-    packed = any(_is_packed(flat.types[v].dtype) for v in group.inputs)
-    return Executable(
+    packed = any(is_packed(flat.types[v].dtype) for v in group.inputs)
+    executable = Executable(
         # jax 0.10's Compiled refuses an array of packed numbers that was in host memory.
         call=jitted if packed else compiled,
         marked=marked,
@@ -202,26 +268,15 @@ def _compile(
         may_be_tried=all(_may_be_tried(flat.equations[e].origin) for e in group.equations)
         and all(_can_be_made_up(flat.types[v].dtype) for v in group.inputs),
     )
+    return executable, origin
 
 
 def _can_be_made_up(dtype: Any) -> bool:
-    return not _is_key(dtype) and not _is_packed(dtype)
-
-
-def _is_packed(dtype: Any) -> bool:
-    """Numbers of less than a byte, which XLA packs and numpy does not."""
-    if _is_key(dtype) or not jnp.issubdtype(dtype, jnp.number):
-        return False
-    info = jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo
-    return info(dtype).bits < 8
-
-
-def _is_key(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jax.dtypes.extended)
+    return not is_key(dtype) and not is_packed(dtype)
 
 
 def _may_be_tried(eqn: Any) -> bool:
-    if eqn.primitive.name in _NOT_TRIED:
+    if eqn.effects or eqn.primitive.name in _NOT_TRIED:
         return False
     for param in eqn.params.values():
         for closed in param if isinstance(param, tuple) else (param,):

@@ -1,10 +1,11 @@
 """What an equation costs, from its shapes alone; good enough to group equations by."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from jturnip.frontend.jaxpr import Constant, Equation, FlatJaxpr
+from jturnip.frontend.values import Type
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +34,8 @@ HEAVY = frozenset(
 )
 
 
-def flops(equation: Equation, flat: FlatJaxpr) -> float:
-    """Floating-point operations, near enough."""
-    return _flops(equation.origin)
-
-
-def _flops(eqn: Any) -> float:
+def flops(eqn: Any) -> float:
+    """Floating-point operations of a jaxpr equation, near enough."""
     written = sum(_size(v) for v in eqn.outvars)
     if eqn.primitive.name == "dot_general":
         (contracting, _), _ = eqn.params["dimension_numbers"]
@@ -48,12 +45,7 @@ def _flops(eqn: Any) -> float:
         kernel = eqn.invars[1].aval.shape
         numbers = eqn.params["dimension_numbers"]
         return 2.0 * written * math.prod(kernel) / max(1, kernel[numbers.rhs_spec[0]])
-    inner = 0.0
-    for name in ("jaxpr", "call_jaxpr", "cond_jaxpr", "body_jaxpr", "branches"):
-        param = eqn.params.get(name)
-        for closed in param if isinstance(param, tuple) else (param,):
-            body = getattr(closed, "jaxpr", closed)
-            inner += sum(_flops(e) for e in getattr(body, "eqns", ()))
+    inner = sum(sum(map(flops, body.eqns)) for body in _nested(eqn))
     inner *= eqn.params.get("length", 1) if eqn.primitive.name == "scan" else 1
     return inner + written + sum(_size(v) for v in eqn.invars)
 
@@ -62,7 +54,40 @@ def _size(variable: Any) -> int:
     return math.prod(getattr(variable.aval, "shape", ()))
 
 
-def bytes_accessed(equation: Equation, flat: FlatJaxpr) -> int:
-    """Bytes it reads and writes where nothing is fused."""
-    values = [v for v in equation.inputs if not isinstance(v, Constant)]
-    return sum(flat.types[v].nbytes for v in (*values, *equation.outputs))
+def _nested(eqn: Any) -> Iterator[Any]:
+    for name in ("jaxpr", "call_jaxpr", "cond_jaxpr", "body_jaxpr", "branches"):
+        param = eqn.params.get(name)
+        for closed in param if isinstance(param, tuple) else (param,):
+            body = getattr(closed, "jaxpr", closed)
+            if hasattr(body, "eqns"):
+                yield body
+
+
+def temporary_bytes(closed: Any) -> int:
+    """Bytes that a jaxpr holds at once of what heavy equations in it write and read.
+
+    The rest is fused: it is never written down. What enters and leaves is not counted.
+    """
+    jaxpr = getattr(closed, "jaxpr", closed)
+    outside = {id(v) for v in (*jaxpr.invars, *jaxpr.constvars, *jaxpr.outvars)}
+    last: dict[int, int] = {}
+    written: dict[int, list[Any]] = {}
+    heavy: set[int] = set()
+    for at, eqn in enumerate(jaxpr.eqns):
+        variables = [v for v in eqn.invars if not hasattr(v, "val")]
+        last.update((id(v), at) for v in variables)
+        written[at] = list(eqn.outvars)
+        if eqn.primitive.name in HEAVY or any(True for _ in _nested(eqn)):
+            heavy.update(map(id, (*variables, *eqn.outvars)))
+    alive = most = 0
+    ending: dict[int, int] = {}
+    for at, eqn in enumerate(jaxpr.eqns):
+        for v in written[at]:
+            if id(v) in heavy and id(v) not in outside and id(v) in last:
+                nbytes = Type.of(v.aval).nbytes
+                alive += nbytes
+                ending[last[id(v)]] = ending.get(last[id(v)], 0) + nbytes
+        inner = max(map(temporary_bytes, _nested(eqn)), default=0)
+        most = max(most, alive + inner)
+        alive -= ending.pop(at, 0)
+    return most

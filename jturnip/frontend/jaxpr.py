@@ -1,20 +1,30 @@
-"""A jaxpr, flat: nested calls inlined, dead equations gone, values numbered.
+"""A jaxpr, flat: nested calls inlined, loops cut where asked, dead equations gone."""
 
-The only module that looks inside a jaxpr. What comes out has no scopes: a value is a
-number, an equation names the values it reads and writes.
-"""
-
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jturnip import compat
 from jturnip.errors import UnsupportedError
+from jturnip.frontend import hints, refs, stacks
+from jturnip.frontend.loops import SMALL, Cuts, Streaming, find_cuts, scan_counts
+from jturnip.frontend.stacks import Spread, Stack, Value
+from jturnip.frontend.values import (
+    Constant,
+    Equation,
+    FlatJaxpr,
+    Parts,
+    Slice,
+    Type,
+    is_key,
+    is_packed,
+    source_line,
+)
 
+
+__all__ = ["Constant", "Equation", "FlatJaxpr", "Parts", "Slice", "Type", "flatten"]
 
 # Primitive name → the parameter that holds the jaxpr it only calls. Differentiation rules
 # (custom_jvp, custom_vjp) have done their part by the time a function is traced.
@@ -31,219 +41,506 @@ _INLINED = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Type:
-    """Shape and dtype of a value."""
-
-    shape: tuple[int, ...]
-    dtype: Any
-    weak_type: bool
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes on a device; a key's are those of its data."""
-        if jnp.issubdtype(self.dtype, jax.dtypes.extended):
-            struct = jax.ShapeDtypeStruct(self.shape, self.dtype)
-            data = jax.eval_shape(jax.random.key_data, struct)
-            return data.size * data.dtype.itemsize
-        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
-
-    def struct(self, sharding: Any = None) -> jax.ShapeDtypeStruct:
-        """As an argument of `jax.jit(...).lower`."""
-        return jax.ShapeDtypeStruct(
-            self.shape, self.dtype, weak_type=self.weak_type, sharding=sharding
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Constant:
-    """A scalar written in the function's text."""
-
-    value: Any
-    type: Type
-
-
-@dataclass(frozen=True, slots=True)
-class Equation:
-    """One primitive applied to values."""
-
-    # The equation it came from: its primitive, params and context are used as they are.
-    origin: Any
-    inputs: tuple[int | Constant, ...]
-    outputs: tuple[int, ...]
-    # The calls it was inlined from, outermost first.
-    calls: tuple[Any, ...] = ()
-
-    @property
-    def source(self) -> str:
-        """The user's line: its own, or that of the call that led to it."""
-        return _source(self.origin, self.calls)
-
-    @property
-    def name(self) -> str:
-        """The primitive's name."""
-        return self.origin.primitive.name
-
-    def bind(self, operands: Sequence[Any]) -> Sequence[Any]:
-        """Applies the primitive, in the context in which the user did."""
-        primitive = self.origin.primitive
-        params = primitive.get_bind_params(self.origin.params)
-        with self.origin.ctx.manager:
-            results = primitive.bind(*operands, **params)
-        return results if primitive.multiple_results else (results,)
-
-
-@dataclass(frozen=True, slots=True)
-class FlatJaxpr:
-    """A function as numbered values and the equations between them, in a serial order."""
-
-    types: tuple[Type, ...]
-    equations: tuple[Equation, ...]
-    # Value of each flat argument, in order.
-    inputs: tuple[int, ...]
-    # Closed-over arrays: (value, array).
-    constants: tuple[tuple[int, Any], ...]
-    # Value of each flat result, in order, none twice: an argument that is returned as it
-    # is, or a value that an equation writes.
-    outputs: tuple[int, ...]
-
-    @property
-    def written_outputs(self) -> tuple[int, ...]:
-        """The results that equations write, in order."""
-        inputs = frozenset(self.inputs)
-        return tuple(v for v in self.outputs if v not in inputs)
-
-
-def flatten(closed: Any, forwarded: Collection[int] = ()) -> FlatJaxpr:
+def flatten(
+    closed: Any, forwarded: Collection[int] = (), streaming: Streaming | None = None
+) -> FlatJaxpr:
     """Flattens a traced function's jaxpr.
 
     Args:
       closed: `jax.jit(fn).trace(...).jaxpr`, of any supported JAX version.
       forwarded: positions of arguments that may be returned as they are, once. Any other
         result is written by an equation of its own, a copy where the function has none.
+      streaming: how to cut loops and large arrays; without it none is.
 
     Raises:
-      UnsupportedError: for an equation with effects or values that are no arrays; it names
-        the primitive and the user's line.
+      UnsupportedError: for values that are no arrays, or are put on another device; it
+        names the primitive and the user's line.
     """
-    flattener = _Flattener()
     jaxpr = getattr(closed, "jaxpr", closed)
+    _check_arguments(jaxpr)
+    flattener = _Flattener(closed, streaming)
     inputs = tuple(flattener.new_value(v.aval) for v in jaxpr.invars)
-    results = tuple(flattener.call(closed, inputs))
+    arguments = flattener.arguments(inputs)
+    results = flattener.call(closed, arguments)
     outputs = flattener.distinct(results, {inputs[i] for i in forwarded})
-    equations = _live(flattener.equations, outputs)
-    used = {v for e in equations for v in e.inputs if isinstance(v, int)}
-    constants = tuple((v, c) for v, c in flattener.constants.values() if v in used)
-    return FlatJaxpr(tuple(flattener.types), equations, inputs, constants, outputs)
+    return flattener.finish(inputs, outputs)
 
 
 class _Flattener:
     """Collects what `flatten` returns."""
 
-    def __init__(self) -> None:
-        self.types: list[Type] = []
-        self.equations: list[Equation] = []
+    def __init__(self, closed: Any, streaming: Streaming | None) -> None:
+        self._types: list[Type] = []
+        self._equations: list[Equation] = []
         # id of a closed-over array → (its value, the array, which keeps the id its own)
-        self.constants: dict[int, tuple[int, Any]] = {}
+        self._constants: dict[int, tuple[int, Any]] = {}
+        self._slices: dict[tuple[int, int, int], int] = {}
+        # Values of arrays in host memory, whose slices are free.
+        self._hosted: set[int] = set()
+        self._held: dict[int, Stack] = {}
+        # The token of the last equation with effects.
+        self._token: int | None = None
+        self._starts: dict[int, int] = {}
+        # (id of an equation, which operands are cut, rows) → (jaxpr, equation)
+        self._by_rows: dict[Any, tuple[Any, Any]] = {}
+        self._streaming = streaming
+        self._cuts = Cuts(frozenset(), {})
+        if streaming is not None:
+            self._cuts = find_cuts(closed, streaming, _INLINED, _held(closed, streaming))
+
+    # -- values ------------------------------------------------------------------------
 
     def new_value(self, aval: Any) -> int:
-        self.types.append(_type_of(aval))
-        return len(self.types) - 1
+        self._types.append(Type.of(aval))
+        return len(self._types) - 1
 
-    def constant(self, array: Any, aval: Any) -> int:
-        if id(array) not in self.constants:
-            self.constants[id(array)] = (self.new_value(aval), array)
-        return self.constants[id(array)][0]
+    def arguments(self, inputs: Sequence[int]) -> list[Value]:
+        """The arguments; those in host memory can be read in parts."""
+        on_host = self._streaming.on_host if self._streaming else ()
+        return [self._stored(v, i in on_host) for i, v in enumerate(inputs)]
+
+    def constant(self, array: Any, aval: Any) -> Value:
+        if id(array) not in self._constants:
+            self._constants[id(array)] = (self.new_value(aval), array)
+        on_host = self._streaming is not None and self._streaming.is_on_host(array)
+        return self._stored(self._constants[id(array)][0], on_host)
+
+    def _stored(self, value: int, on_host: bool) -> Value:
+        t = self._types[value]
+        if not on_host or not t.shape or t.nbytes < SMALL or not _can_be_cut(t.dtype):
+            return value
+        self._hosted.add(value)
+        rows = self._cuts.rows.get(t.shape[0])
+        if rows is None:
+            return value
+        return self._held.setdefault(value, Stack(t, rows, whole=value))
+
+    def _start(self, row: int) -> int:
+        """A number on the device: first rows are operands, so that parts share a task."""
+        if row not in self._starts:
+            array = np.asarray(row, np.int32)
+            self._starts[row] = self.new_value(array)
+            self._constants[id(array)] = (self._starts[row], array)
+        return self._starts[row]
+
+    def whole(self, value: Value, calls: tuple[Any, ...] = ()) -> int | Constant:
+        """A value in one piece."""
+        if isinstance(value, Stack):
+            if value.whole is None:
+                assert value.parts is not None
+                types = tuple(self._types[p] for p in value.parts)
+                (value.whole,) = self._ours(stacks.joining(types), value.parts, calls)
+            return value.whole
+        if isinstance(value, Spread):
+            length = value.type.shape[0]
+            if length not in value.values:
+                (value.values[length],) = self._emit(
+                    value.eqn, (value.operand,), value.calls
+                )
+            return value.values[length]
+        return value
+
+    def parts(self, value: Value, rows: int, calls: tuple[Any, ...]) -> tuple[int, ...]:
+        """A value as parts of so many rows."""
+        if isinstance(value, Stack) and value.rows == rows and value.parts is not None:
+            return value.parts
+        if isinstance(value, Spread):
+            return tuple(
+                self._spread_rows(value, stop - start)
+                for start, stop in stacks.bounds(value.type.shape[0], rows)
+            )
+        whole = self.whole(value, calls)
+        assert isinstance(whole, int)
+        parts = tuple(
+            self._part(whole, start, stop, calls)
+            for start, stop in stacks.bounds(self._types[whole].shape[0], rows)
+        )
+        if isinstance(value, Stack) and value.rows == rows:
+            value.parts = parts
+        return parts
+
+    def _part(self, whole: int, start: int, stop: int, calls: tuple[Any, ...]) -> int:
+        t = self._types[whole]
+        if whole in self._hosted:
+            key = whole, start, stop
+            if key not in self._slices:
+                self._slices[key] = self.new_value(t.rows(stop - start).struct())
+            return self._slices[key]
+        cutting = stacks.cutting(t, stop - start)
+        (part,) = self._ours(cutting, (whole, self._start(start)), calls)
+        return part
+
+    def _spread_rows(self, value: Spread, rows: int) -> int:
+        if rows not in value.values:
+            jaxpr = self._on_rows(value.eqn, (False,), rows)
+            operands = (value.operand,)
+            (value.values[rows],) = self._ours(jaxpr, operands, value.calls)
+        return value.values[rows]
+
+    # -- equations ---------------------------------------------------------------------
 
     def call(
-        self, closed: Any, arguments: Sequence[int | Constant], calls: tuple[Any, ...] = ()
-    ) -> Iterator[int | Constant]:
-        """Inlines a call; returns the values of its results."""
+        self, closed: Any, arguments: Sequence[Value], calls: tuple[Any, ...] = ()
+    ) -> list[Value]:
+        """Inlines a call; returns its results."""
         jaxpr, consts = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
-        scope: dict[Any, int | Constant] = {}
+        scope: dict[Any, Value] = {}
         for var, const in zip(jaxpr.constvars, consts, strict=True):
             scope[var] = self.constant(const, var.aval)
         scope.update(zip(jaxpr.invars, arguments, strict=True))
 
-        def read(atom: Any) -> int | Constant:
+        def read(atom: Any) -> Value:
             if not hasattr(atom, "val"):
                 return scope[atom]
             if atom.aval.shape:
                 return self.constant(atom.val, atom.aval)
-            return Constant(atom.val, _type_of(atom.aval))
+            return Constant(atom.val, Type.of(atom.aval))
 
-        for equation in jaxpr.eqns:
-            operands = [read(v) for v in equation.invars]
-            inner = _INLINED.get(equation.primitive.name)
-            if inner is not None and inner in equation.params:
-                within = (*calls, equation)
-                results = list(self.call(equation.params[inner], operands, within))
-                scope.update(zip(equation.outvars, results, strict=True))
-                continue
-            _check(equation, calls)
-            results = [self.new_value(v.aval) for v in equation.outvars]
-            scope.update(zip(equation.outvars, results, strict=True))
-            self.equations.append(
-                Equation(equation, tuple(operands), tuple(results), calls)
+        for eqn in refs.draw_together(jaxpr):
+            operands = [read(v) for v in eqn.invars]
+            if isinstance(eqn, refs.Region):
+                results = self._region(eqn, operands, calls)
+            else:
+                results = self._apply(eqn, operands, calls)
+            scope.update(zip(eqn.outvars, results, strict=True))
+        return list(map(read, jaxpr.outvars))
+
+    def _apply(
+        self, eqn: Any, operands: Sequence[Value], calls: tuple[Any, ...]
+    ) -> Sequence[Value]:
+        name = eqn.primitive.name
+        inner = _INLINED.get(name)
+        if inner is not None and inner in eqn.params:
+            return self.call(eqn.params[inner], operands, (*calls, eqn))
+        _check(eqn, calls)
+        if hints.is_move(eqn):
+            return operands
+        if id(eqn) in self._cuts.scans:
+            return self._scan(eqn, operands, calls)
+        if any(isinstance(v, Stack) for v in operands):
+            split = self._by_parts(eqn, operands, calls)
+            if split is not None:
+                return [split]
+        elif self._is_spread(eqn):
+            operand = self.whole(operands[0], calls)
+            return [Spread(eqn, operand, calls, Type.of(eqn.outvars[0].aval))]
+        if hints.has_moves(eqn):
+            eqn = self._without_moves(eqn)
+        return self._emit(eqn, [self.whole(v, calls) for v in operands], calls)
+
+    def _emit(
+        self,
+        eqn: Any,
+        operands: Sequence[int | Constant],
+        calls: tuple[Any, ...],
+        ours: bool = False,
+    ) -> list[int]:
+        results = [self.new_value(v.aval) for v in eqn.outvars]
+        if not eqn.effects:
+            equation = Equation(eqn, tuple(operands), tuple(results), calls, ours=ours)
+            self._equations.append(equation)
+            return results
+        if self._token is None:
+            self._token = self._start(0)
+        before, self._token = self._token, self.new_value(np.int32(0))
+        inputs, outputs = (*operands, before), (*results, self._token)
+        self._equations.append(Equation(eqn, inputs, outputs, calls, True, ours))
+        return results
+
+    def _ours(
+        self, closed: Any, operands: Sequence[int | Constant], calls: tuple[Any, ...]
+    ) -> list[int]:
+        """Emits the equations of a jaxpr of our own making."""
+        jaxpr, consts = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
+        scope: dict[Any, Any] = {}
+        for var, const in zip(jaxpr.constvars, consts, strict=True):
+            scope[var] = self.whole(self.constant(const, var.aval))
+        scope.update(zip(jaxpr.invars, operands, strict=True))
+
+        def read(atom: Any) -> Any:
+            if not hasattr(atom, "val"):
+                return scope[atom]
+            return Constant(atom.val, Type.of(atom.aval))
+
+        for eqn in jaxpr.eqns:
+            inner = _INLINED.get(eqn.primitive.name)
+            if inner is not None and inner in eqn.params:
+                results = self._ours(eqn.params[inner], list(map(read, eqn.invars)), calls)
+            else:
+                results = self._emit(eqn, list(map(read, eqn.invars)), calls, ours=True)
+            scope.update(zip(eqn.outvars, results, strict=True))
+        return list(map(read, jaxpr.outvars))
+
+    def _without_moves(self, eqn: Any) -> Any:
+        structs = [Type.of(v.aval).struct() for v in eqn.invars]
+        params = hints.params_without_moves(eqn, _INLINED)
+        run = lambda *operands: stacks.bind(eqn, operands, **params)
+        made = jax.make_jaxpr(run)(*structs)
+        (cleaned,) = getattr(made, "jaxpr", made).eqns
+        return cleaned
+
+    def _region(
+        self, region: refs.Region, operands: Sequence[Value], calls: tuple[Any, ...]
+    ) -> list[int]:
+        """All that touches some references, as one equation."""
+        lead = region.lead
+        where = source_line((lead,), calls) or "unknown line"
+        for v in region.invars:
+            if compat.is_reference(v.aval):
+                raise UnsupportedError(
+                    f'primitive "{lead.primitive.name}" ({where}) changes a reference that'
+                    " was made outside the function, and jturnip splits functions of"
+                    " arrays only. Make the reference inside, or raise gpu_bytes so that"
+                    " the whole function fits."
+                )
+        structs = [Type.of(v.aval).struct() for v in region.invars]
+        made = jax.make_jaxpr(jax.jit(region.function()))(*structs)
+        (eqn,) = getattr(made, "jaxpr", made).eqns
+        whole = [self.whole(v, calls) for v in operands]
+        return self._emit(eqn, whole, (*calls, lead), ours=True)
+
+    # -- loops and parts ---------------------------------------------------------------
+
+    def _scan(
+        self, eqn: Any, operands: Sequence[Value], calls: tuple[Any, ...]
+    ) -> list[Value]:
+        """A scan, some iterations at a time."""
+        consts, carries, _ = scan_counts(eqn)
+        length = eqn.params["length"]
+        rows = self._cuts.rows[length]
+        scanned = [self.parts(x, rows, calls) for x in operands[consts + carries :]]
+        fixed = [self.whole(v, calls) for v in operands[:consts]]
+        carry: list[Value] = list(operands[consts : consts + carries])
+        cuts = stacks.bounds(length, rows)
+        order = range(len(cuts))
+        stacked: list[list[int]] = [[0] * len(cuts) for _ in eqn.outvars[carries:]]
+        for k in reversed(order) if eqn.params["reverse"] else order:
+            start, stop = cuts[k]
+            parts = [parts[k] for parts in scanned]
+            carry, ys = self._iterations(eqn, fixed, carry, parts, stop - start, calls)
+            for column, y in zip(stacked, ys, strict=True):
+                column[k] = y
+        types = [Type.of(v.aval) for v in eqn.outvars[carries:]]
+        results = [Stack(t, rows, tuple(c)) for t, c in zip(types, stacked, strict=True)]
+        for result in results:
+            if result.type.nbytes < SMALL:
+                self.whole(result, (*calls, eqn))
+        return [*carry, *(r.whole if r.type.nbytes < SMALL else r for r in results)]
+
+    def _iterations(
+        self,
+        eqn: Any,
+        fixed: Sequence[int | Constant],
+        carry: Sequence[Value],
+        parts: Sequence[int],
+        count: int,
+        calls: tuple[Any, ...],
+    ) -> tuple[list[Value], list[int]]:
+        within = (*calls, eqn)
+        if count > 1 or not self._is_inlined(eqn):
+            whole = [self.whole(v, calls) for v in carry]
+            shorter = self._shorter(eqn, count)
+            if hints.has_moves(shorter):
+                shorter = self._without_moves(shorter)
+            results: list[Any] = self._emit(shorter, [*fixed, *whole, *parts], calls)
+            return results[: len(carry)], results[len(carry) :]
+        rows = [self._ours(stacks.taking(self._types[p]), (p,), within)[0] for p in parts]
+        results = self.call(eqn.params["jaxpr"], [*fixed, *carry, *rows], within)
+        ys = []
+        for y in results[len(carry) :]:
+            piece = self.whole(y, within)
+            t = piece.type if isinstance(piece, Constant) else self._types[piece]
+            ys += self._ours(stacks.stacking(t), (piece,), within)
+        return results[: len(carry)], ys
+
+    def _is_inlined(self, eqn: Any) -> bool:
+        return self._cuts.rows[eqn.params["length"]] == 1
+
+    def _shorter(self, eqn: Any, length: int) -> Any:
+        key = ("scan", id(eqn), length)
+        if key not in self._by_rows:
+            consts, carries, _ = scan_counts(eqn)
+            types = [Type.of(v.aval) for v in eqn.invars]
+            structs = [
+                (t.rows(length) if i >= consts + carries else t).struct()
+                for i, t in enumerate(types)
+            ]
+            made = stacks.shortened(eqn, length, structs)
+            self._by_rows[key] = made, eqn
+        made = self._by_rows[key][0]
+        (shorter,) = getattr(made, "jaxpr", made).eqns
+        return shorter
+
+    def _on_rows(self, eqn: Any, cut: tuple[bool, ...], rows: int) -> Any:
+        key = (id(eqn), cut, rows)
+        if key not in self._by_rows:
+            self._by_rows[key] = stacks.on_rows(eqn, cut, rows), eqn
+        return self._by_rows[key][0]
+
+    def _is_spread(self, eqn: Any) -> bool:
+        if eqn.primitive.name != "broadcast_in_dim" or len(eqn.invars) != 1:
+            return False
+        t = Type.of(eqn.outvars[0].aval)
+        if not t.shape or t.shape[0] not in self._cuts.rows or t.nbytes < SMALL:
+            return False
+        return 0 not in eqn.params["broadcast_dimensions"]
+
+    def _by_parts(
+        self, eqn: Any, operands: Sequence[Value], calls: tuple[Any, ...]
+    ) -> Value | None:
+        """Applies an equation part by part; None where that cannot be done."""
+        rows = next(v.rows for v in operands if isinstance(v, Stack))
+        combine = stacks.combiner(eqn)
+        if combine is not None:
+            return self._reduce(eqn, operands[0], calls)
+        if not stacks.works_by_rows(eqn, operands):
+            return None
+        cut = tuple(stacks.cut_operands(eqn, operands))
+        columns = [
+            self.parts(v, rows, calls) if c else self.whole(v, calls)
+            for v, c in zip(operands, cut, strict=True)
+        ]
+        t = Type.of(eqn.outvars[0].aval)
+        results = []
+        for k, (start, stop) in enumerate(stacks.bounds(t.shape[0], rows)):
+            piece = [c[k] if isinstance(c, tuple) else c for c in columns]
+            results += self._ours(
+                self._on_rows(eqn, cut, stop - start), piece, (*calls, eqn)
             )
-        return map(read, jaxpr.outvars)
+        return Stack(t, rows, tuple(results))
+
+    def _reduce(self, eqn: Any, operand: Value, calls: tuple[Any, ...]) -> int:
+        assert isinstance(operand, Stack)
+        within = (*calls, eqn)
+        widen, combine, narrow = stacks.combining(eqn, Type.of(eqn.outvars[0].aval))
+        total: int | None = None
+        parts = self.parts(operand, operand.rows, calls)
+        for part in parts:
+            jaxpr = self._on_rows(eqn, (True,), self._types[part].shape[0])
+            (partial,) = self._ours(jaxpr, (part,), within)
+            if widen is not None:
+                (partial,) = self._ours(widen, (partial,), within)
+            if total is None:
+                total = partial
+            else:
+                (total,) = self._ours(combine, (total, partial), within)
+        assert total is not None
+        if narrow is not None:
+            (total,) = self._ours(narrow, (total,), within)
+        return total
+
+    # -- the end -----------------------------------------------------------------------
 
     def distinct(
-        self, results: Sequence[int | Constant], forwarded: Collection[int]
-    ) -> tuple[int, ...]:
+        self, results: Sequence[Value], forwarded: Collection[int]
+    ) -> tuple[int | Parts, ...]:
         """Results as values that are each written once, for this purpose only."""
-        taken = {v for v in range(len(self.types))}
-        for equation in self.equations:
+        taken = set(range(len(self._types)))
+        for equation in self._equations:
             taken.difference_update(equation.outputs)
-        outputs = []
+        outputs: list[int | Parts] = []
         for result in results:
-            is_value = isinstance(result, int)
-            if is_value and result in forwarded and result not in outputs:
-                outputs.append(result)
+            pieces = self._as_parts(result, forwarded)
+            if pieces is not None:
+                assert isinstance(result, Stack)
+                pieces = tuple(self._own(p, taken) for p in pieces)
+                outputs.append(Parts(pieces, result.type))
                 continue
-            if isinstance(result, Constant) or result in taken:
-                t = result.type if isinstance(result, Constant) else self.types[result]
-                (result,) = self.call(jax.make_jaxpr(jnp.copy)(t.struct()), (result,))
-            assert isinstance(result, int)
-            taken.add(result)
-            outputs.append(result)
+            value = self.whole(result)
+            if isinstance(value, int) and value in forwarded and value not in outputs:
+                outputs.append(value)
+                continue
+            outputs.append(self._own(value, taken))
         return tuple(outputs)
 
+    def _own(self, value: int | Constant, taken: set[int]) -> int:
+        """A value that is not taken: itself, or a copy. Takes it."""
+        if isinstance(value, Constant) or value in taken:
+            t = value.type if isinstance(value, Constant) else self._types[value]
+            # New values are not taken: they are written for this.
+            (value,) = self._ours(stacks.copying(t), (value,), ())
+        taken.add(value)
+        return value
 
-def _type_of(aval: Any) -> Type:
-    return Type(tuple(aval.shape), aval.dtype, bool(getattr(aval, "weak_type", False)))
+    def _as_parts(
+        self, result: Value, forwarded: Collection[int]
+    ) -> tuple[int, ...] | None:
+        """A result's parts, if it is put together in host memory."""
+        if not isinstance(result, Stack) or result.whole in forwarded:
+            return None
+        assert self._streaming is not None
+        large = 2 * result.type.nbytes > self._streaming.largest
+        reuses = self._streaming.donated[(result.type.shape, result.type.dtype)] > 0
+        if result.parts is None and not large:
+            return None
+        return self.parts(result, result.rows, ()) if large or reuses else None
 
-
-def _source(equation: Any, calls: tuple[Any, ...]) -> str:
-    lines = map(compat.source_line, (equation, *reversed(calls)))
-    return next(filter(None, lines), "")
-
-
-def _check(equation: Any, calls: tuple[Any, ...]) -> None:
-    """Refuses what cannot be moved about freely, with the user's line."""
-    where = _source(equation, calls) or "unknown line"
-    what = f'primitive "{equation.primitive.name}" ({where})'
-    if equation.effects:
-        effects = ", ".join(sorted(map(str, equation.effects)))
-        raise UnsupportedError(
-            f"{what} has effects ({effects}), and jturnip does not split functions with"
-            " effects yet. Move it out of the function, or raise gpu_bytes so that the"
-            " whole function fits."
+    def finish(
+        self, inputs: tuple[int, ...], outputs: tuple[int | Parts, ...]
+    ) -> FlatJaxpr:
+        """What was collected, without what no result and no effect needs."""
+        values = (o.values if isinstance(o, Parts) else (o,) for o in outputs)
+        wanted = {v for vs in values for v in vs}
+        if self._token is not None:
+            wanted.add(self._token)
+        equations = _live(self._equations, wanted)
+        used = {v for e in equations for v in e.inputs if isinstance(v, int)}
+        slices = tuple(
+            Slice(v, source, start, stop)
+            for (source, start, stop), v in self._slices.items()
+            if v in used
         )
-    for variable in (*equation.invars, *equation.outvars):
-        aval = variable.aval
-        if not hasattr(aval, "shape") or not hasattr(aval, "dtype"):
-            raise UnsupportedError(f"{what} uses {aval}, which is not an array.")
-        if "host" in str(getattr(aval, "memory_space", "")).lower():
+        used.update(s.source for s in slices)
+        constants = tuple((v, c) for v, c in self._constants.values() if v in used)
+        return FlatJaxpr(tuple(self._types), equations, inputs, constants, outputs, slices)
+
+
+def _held(closed: Any, streaming: Streaming) -> Iterable[Type]:
+    jaxpr, consts = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
+    for i, v in enumerate(jaxpr.invars):
+        if i in streaming.on_host and _can_be_cut(v.aval.dtype):
+            yield Type.of(v.aval)
+    for array in consts:
+        if streaming.is_on_host(array) and _can_be_cut(array.dtype):
+            yield Type.of(array)
+
+
+def _can_be_cut(dtype: Any) -> bool:
+    """Whether rows lie in host memory as numpy has them: not so for keys and int4."""
+    return not is_key(dtype) and not is_packed(dtype)
+
+
+def _check_arguments(jaxpr: Any) -> None:
+    for v in (*jaxpr.invars, *jaxpr.constvars):
+        if compat.is_reference(v.aval):
             raise UnsupportedError(
-                f"{what} places a value in host memory. jturnip decides itself what lies"
-                " where: remove the device_put or the offloading policy."
+                f"the function takes or closes over a mutable reference ({v.aval}), and"
+                " jturnip splits functions of arrays only. Make the reference inside the"
+                " function, or raise gpu_bytes so that the whole function fits."
             )
 
 
-def _live(equations: Sequence[Equation], outputs: Sequence[int]) -> tuple[Equation, ...]:
-    """Equations that a result needs, in their order."""
-    wanted = set(outputs)
+def _check(eqn: Any, calls: tuple[Any, ...]) -> None:
+    """Refuses what is not a function of arrays on one device, with the user's line."""
+    what = f'primitive "{eqn.primitive.name}"'
+    where = source_line((eqn,), calls) or "unknown line"
+    for variable in (*eqn.invars, *eqn.outvars):
+        aval = variable.aval
+        if not hasattr(aval, "shape") or not hasattr(aval, "dtype"):
+            raise UnsupportedError(
+                f"{what} ({where}) uses {aval}, which is not an array, and jturnip splits"
+                " functions of arrays only. Raise gpu_bytes so that the whole function"
+                " fits."
+            )
+    if eqn.primitive.name == "device_put" and not hints.is_move(eqn):
+        raise UnsupportedError(
+            f"{what} ({where}) puts a value on another device, and jturnip runs on one."
+            " Move it with jax.device_put outside the function."
+        )
+
+
+def _live(equations: Sequence[Equation], wanted: set[int]) -> tuple[Equation, ...]:
+    """Equations that a wanted value needs, in their order."""
     kept = []
     for equation in reversed(equations):
         if wanted.isdisjoint(equation.outputs):

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 
 from jturnip.frontend import costs
 from jturnip.frontend.costs import HEAVY, DeviceRates
-from jturnip.frontend.jaxpr import FlatJaxpr
 from jturnip.frontend.order import order_equations
+from jturnip.frontend.values import FlatJaxpr
 
 
 # Equations that a reader may repeat: nothing in them but memory traffic.
@@ -33,6 +33,8 @@ _TRIVIAL = frozenset(
 _LAYOUT = frozenset(
     "transpose reshape squeeze expand_dims convert_element_type rev".split()
 )
+# Row-major arrays keep their bytes under these, if none are added.
+_RENAMING = frozenset("reshape squeeze expand_dims broadcast_in_dim".split())
 _SMALL = 4096  # bytes of a value that is not worth a thought
 _BLOWN_UP = 4  # a broadcast that grows its operand this much is repeated
 _WORTH_CUTTING = 0.7  # a cut helps if no half holds more than this share
@@ -59,7 +61,7 @@ class Partitioner:
         self._writer: dict[int, int] = {
             v: e for e, equation in enumerate(flat.equations) for v in equation.outputs
         }
-        self._results = frozenset(flat.outputs)
+        self._results = frozenset(flat.result_values)
         self._repeated = self._find_repeated()
         # What each equation really reads: through repeated equations, to what they read.
         self._reads = [self._read_through(e) for e in range(len(flat.equations))]
@@ -86,12 +88,15 @@ class Partitioner:
             if equation.name in HEAVY
             for v in (*equation.outputs, *self._reads[e])
         )
-        self._flops = [costs.flops(e, flat) for e in flat.equations]
+        self._flops = [costs.flops(e.origin) for e in flat.equations]
 
     # -- equations that readers repeat -------------------------------------------------
 
     def _find_repeated(self) -> dict[int, tuple[int, ...]]:
-        """Each equation to be repeated, with all that repeating it takes, in order."""
+        """Each equation to be repeated, with all that repeating it takes, in order.
+
+        What blows something small up, and what only names the same bytes otherwise.
+        """
         flat = self._flat
         repeated: dict[int, tuple[int, ...]] = {}
         for e, equation in enumerate(flat.equations):
@@ -109,12 +114,15 @@ class Partitioner:
             blown_up = equation.name == "broadcast_in_dim" and all(
                 self._nbytes[v] * _BLOWN_UP <= written for v in values
             )
+            renamed = equation.name in _RENAMING and all(
+                self._nbytes[v] == written for v in values
+            )
             before = dict.fromkeys(
                 itertools.chain.from_iterable(
                     repeated.get(self._writer.get(v, -1), ()) for v in values
                 )
             )
-            if (small or blown_up) and len(before) < _DEEPEST:
+            if (small or blown_up or renamed) and len(before) < _DEEPEST:
                 repeated[e] = (*sorted(before), e)
         return repeated
 

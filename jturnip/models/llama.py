@@ -1,7 +1,7 @@
 """The Llama architecture in plain JAX: tokens to logits, loss and training step.
 
-RMSNorm, rotary positions, grouped-query attention, SwiGLU and an untied head, written as a
-Python loop over layers with no scan, so that each layer's weights are arrays of their own.
+RMSNorm, rotary positions, grouped-query attention, SwiGLU and an untied head. The layers
+are a Python loop over arrays of their own or, if `stacked`, a `lax.scan` over stacks.
 Norms, softmax and loss are computed in float32 whatever the dtype of the weights.
 
     model = llama.config("tiny")
@@ -132,9 +132,20 @@ def forward(config: LlamaConfig, params: Params, tokens: jax.Array) -> jax.Array
         block = jax.checkpoint(block)
     x = params["embedding"][tokens]
     rotation = rotary_angles(config, tokens.shape[1])
-    for weights in params["layers"]:
-        x = block(weights, x, rotation)
+    layers = params["layers"]
+    if isinstance(layers, dict):
+        x, _ = jax.lax.scan(
+            lambda x, weights: (block(weights, x, rotation), None), x, layers
+        )
+    else:
+        for weights in layers:
+            x = block(weights, x, rotation)
     return rms_norm(config, params["norm"], x) @ params["head"]
+
+
+def stacked(params: Params) -> Params:
+    """The same weights with each kind of all layers in one array: [layers, ...]."""
+    return {**params, "layers": jax.tree.map(lambda *w: jnp.stack(w), *params["layers"])}
 
 
 def loss(config: LlamaConfig, params: Params, tokens: jax.Array) -> jax.Array:

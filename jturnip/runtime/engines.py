@@ -25,6 +25,7 @@ from jturnip.graph.memgraph import MemGraph
 from jturnip.graph.taskgraph import TaskGraph
 from jturnip.native.queue import CompletionQueue, make_queue
 from jturnip.runtime import waiters
+from jturnip.runtime.hoststacks import Assembly
 from jturnip.runtime.link import LinkThreads, SimulatedLink
 from jturnip.runtime.schedule import COMPUTE, D2H, H2D, NONE, Schedule
 from jturnip.runtime.state import Limits
@@ -56,6 +57,8 @@ class Program:
     host_readers: tuple[int, ...]
     device_sharding: jax.sharding.Sharding
     host_sharding: jax.sharding.Sharding
+    # The error for a task that made a NaN of these operands.
+    blame: Callable[[int, Sequence[Any]], FloatingPointError]
 
 
 def make_program(
@@ -64,6 +67,7 @@ def make_program(
     schedule: Schedule,
     executables: Sequence[Executable],
     device: Device,
+    blame: Callable[[int, Sequence[Any]], FloatingPointError],
 ) -> Program:
     """Binds a plan to executables (indexed by `Task.executable`) and a device."""
     waiters.start()
@@ -86,6 +90,7 @@ def make_program(
         tuple(host_readers),
         jax.sharding.SingleDeviceSharding(device, memory_kind="device"),
         jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host"),
+        blame,
     )
 
 
@@ -102,6 +107,7 @@ class DeviceEngines:
         arrays: list[jax.Array | None],
         donated: frozenset[int],
         marks: "MarkSlots",
+        assembly: Assembly,
         link: SimulatedLink | None = None,
     ):
         self._program = program
@@ -109,7 +115,9 @@ class DeviceEngines:
         # Instances at the start that are the caller's and were given up.
         self._donated = donated
         self._host_readers = list(program.host_readers)
-        self._kept = frozenset(program.memgraph.outputs_at_end)
+        self._assembly = assembly
+        # What is put together elsewhere need not stay.
+        self._kept = frozenset(program.memgraph.outputs_at_end) - assembly.instances
         self._marks = marks
         self._queue = marks.queue
         self._slot_of: dict[int, int] = {}
@@ -134,6 +142,11 @@ class DeviceEngines:
             else:
                 self._transfer(op, step)
         except Exception as error:
+            if compat.is_nan_error(error):
+                task = self._program.memgraph.ops[op].task
+                assert task is not None
+                operands = [self.arrays[i] for i in step.reads]
+                raise self._program.blame(task, operands) from None
             raise self._failure(op, error) from error
 
     def wait(self) -> list[tuple[int, float]]:
@@ -203,29 +216,50 @@ class DeviceEngines:
         program = self._program
         to_host = step.engine == D2H
         target = program.host_sharding if to_host else program.device_sharding
-        source = self.arrays[step.reads[0]]
+        source, written = self.arrays[step.reads[0]], step.writes[0]
         array = compat.copy_to(source, target)
-        self.arrays[step.writes[0]] = array
+        self.arrays[written] = array
         self._in_flight[op] = array
+        put = None
+        if to_host and written in self._assembly.instances:
+            put = self._assembly.putting(written, array, self._is_unread)
+            if not self._is_unread(written):
+                self.arrays[written] = None
         if self._link is None:
-            self._wait_for(op, array)
+            self._wait_for(op, array, put)
         else:
-            self._wait_for_link(op, source if to_host else None, array)
+            self._wait_for_link(op, source if to_host else None, array, put)
 
-    def _wait_for(self, op: int, array: Any) -> None:
-        """Lets a thread push `op` when `array` is ready."""
-        if type(array) is compat.array_type() and array.is_ready():
+    def _is_unread(self, host_instance: int) -> bool:
+        return self._host_readers[host_instance] > 0
+
+    def _wait_for(self, op: int, array: Any, put: Callable[[], None] | None = None) -> None:
+        """Lets a thread push `op` when `array` is ready, and put where it belongs."""
+        if put is None and type(array) is compat.array_type() and array.is_ready():
             self._queue.push(op)  # a small copy is over before a thread could look
             return
 
         def over(error: BaseException | None, ready: float) -> None:
-            if error is not None:
-                self._errors[op] = error
+            self._note(op, error, put)
             self._queue.push(op)
 
         self._submit(op, waiters.Job([array], over))
 
-    def _wait_for_link(self, op: int, source: Any, array: Any) -> None:
+    def _note(
+        self, op: int, error: BaseException | None, put: Callable[[], None] | None
+    ) -> None:
+        """Keeps what went wrong; if nothing did, puts a part of a result in its place."""
+        try:
+            if error is None and put is not None:
+                put()
+        except BaseException as failure:
+            error = failure
+        if error is not None:
+            self._errors[op] = error
+
+    def _wait_for_link(
+        self, op: int, source: Any, array: Any, put: Callable[[], None] | None
+    ) -> None:
         """Like `_wait_for`; the simulated link then decides when the copy is over.
 
         A copy to the device can begin now, one to the host once its source is computed.
@@ -235,8 +269,7 @@ class DeviceEngines:
         to_host, now = source is not None, time.perf_counter()
 
         def deliver(error: BaseException | None, ready: float) -> None:
-            if error is not None:
-                self._errors[op] = error
+            self._note(op, error, put)
             link.deliver(op, nbytes, to_host, ready if to_host else now)
 
         arrays = [source, array] if to_host else [array]

@@ -1,0 +1,99 @@
+"""Memory kinds that a function asks for inside itself, taken out.
+
+A function may be written for XLA's own offloading: `device_put` to host memory, or a
+checkpoint policy that offloads residuals. What lies where is the plan's matter here, so
+such moves become nothing, at any depth. Values stay what they are.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+
+from jturnip.frontend.values import Type, bind
+
+
+def is_move(eqn: Any) -> bool:
+    """Whether an equation only moves values between memories of a device."""
+    if eqn.primitive.name != "device_put":
+        return False
+    return all(_is_memory(target) for target in eqn.params["devices"])
+
+
+def _is_memory(target: Any) -> bool:
+    if target is None or not hasattr(target, "device_set"):
+        # A memory space; or a device, which is committed to more than a memory.
+        return target is None or not hasattr(target, "platform")
+    return len(target.device_set) == 1
+
+
+def has_moves(eqn: Any) -> bool:
+    """Whether a nested jaxpr of an equation moves values or holds some in host memory."""
+    for closed in nested(eqn):
+        jaxpr = getattr(closed, "jaxpr", closed)
+        if any(on_host(v.aval) for v in (*jaxpr.invars, *jaxpr.outvars)):
+            return True
+        for inner in jaxpr.eqns:
+            if inner.primitive.name == "device_put" or has_moves(inner):
+                return True
+    return False
+
+
+def on_host(aval: Any) -> bool:
+    """Whether an abstract value is in host memory by its type."""
+    return "host" in str(getattr(aval, "memory_space", "")).lower()
+
+
+def nested(eqn: Any) -> Iterator[Any]:
+    """The jaxprs among an equation's params."""
+    for param in eqn.params.values():
+        for closed in param if isinstance(param, tuple | list) else (param,):
+            if hasattr(getattr(closed, "jaxpr", closed), "eqns"):
+                yield closed
+
+
+def without_moves(closed: Any, inlined: dict[str, str]) -> Any:
+    """The same jaxpr with every move inside it taken out.
+
+    Args:
+      closed: a jaxpr with its constants.
+      inlined: primitives that only call a jaxpr, and the parameter that holds it.
+    """
+    jaxpr = getattr(closed, "jaxpr", closed)
+    structs = [Type.of(v.aval).struct() for v in jaxpr.invars]
+    return jax.make_jaxpr(_interpreted(closed, inlined))(*structs)
+
+
+def _interpreted(closed: Any, inlined: dict[str, str]) -> Callable[..., Sequence[Any]]:
+    jaxpr, consts = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
+
+    def run(*arguments: Any) -> Sequence[Any]:
+        names = (*jaxpr.constvars, *jaxpr.invars)
+        values = dict(zip(names, (*consts, *arguments), strict=True))
+        read = lambda atom: atom.val if hasattr(atom, "val") else values[atom]
+        for eqn in jaxpr.eqns:
+            operands = list(map(read, eqn.invars))
+            inner = inlined.get(eqn.primitive.name)
+            if is_move(eqn):
+                results: Sequence[Any] = operands
+            elif not has_moves(eqn):
+                results = bind(eqn, operands)
+            elif inner is not None:
+                results = _interpreted(eqn.params[inner], inlined)(*operands)
+            else:
+                results = bind(eqn, operands, **params_without_moves(eqn, inlined))
+            values.update(zip(eqn.outvars, results, strict=True))
+        return list(map(read, jaxpr.outvars))
+
+    return run
+
+
+def params_without_moves(eqn: Any, inlined: dict[str, str]) -> dict[str, Any]:
+    """The params of an equation that hold jaxprs, without moves in them."""
+    changed: dict[str, Any] = {}
+    for name, param in eqn.params.items():
+        if isinstance(param, tuple) and any(hasattr(p, "jaxpr") for p in param):
+            changed[name] = tuple(without_moves(p, inlined) for p in param)
+        elif hasattr(getattr(param, "jaxpr", param), "eqns"):
+            changed[name] = without_moves(param, inlined)
+    return changed

@@ -1,0 +1,123 @@
+"""Which loops are taken apart, and into how many iterations at a time.
+
+A scan whose operands, results and temporaries fit in one task stays one. Any other is cut
+into parts: as few iterations each as are worth a launch, as many as may be needed so that
+there are not too many parts. A part of one iteration is inlined, so that the partitioner
+can cut it further; one of several is a shorter scan. All arrays with as many rows as a scan
+that is cut has iterations are cut at the same rows: parts flow from one scan to the next.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from jturnip.frontend import costs
+from jturnip.frontend.costs import DeviceRates
+from jturnip.frontend.values import Type
+
+
+# An array smaller than this is not worth cutting.
+SMALL = 64 * 1024
+# What one function may be cut into: parts of one loop, equations of all its iterations.
+_MOST_PARTS = 1024
+_MOST_EQUATIONS = 100_000
+# A part of several iterations must take this many times as long as a launch.
+_WORTH = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Streaming:
+    """What cutting loops and large arrays depends on, beside the function."""
+
+    # Bytes that a task may hold, where that can be helped; bytes that one can hold at most.
+    largest: int
+    arena: int
+    rates: DeviceRates
+    # Positions of arguments that are in host memory, and whether a closed-over array is.
+    on_host: frozenset[int] = frozenset()
+    is_on_host: Callable[[Any], bool] = lambda array: False
+    # (shape, dtype) of donated host arguments, whose memory results re-use.
+    donated: Counter[tuple[Any, Any]] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """What is cut: scans by the id of their equation, arrays by their number of rows."""
+
+    scans: frozenset[int]
+    # Number of rows → how many of them a part has.
+    rows: Mapping[int, int]
+
+
+def scan_counts(eqn: Any) -> tuple[int, int, int]:
+    """How many constants, carried values and scanned arrays a scan has.
+
+    By their types, since the params that tell differ between versions of JAX.
+    """
+    body = eqn.params["jaxpr"]
+    body = getattr(body, "jaxpr", body)
+    same = lambda outer, inner: len(outer.aval.shape) == len(inner.aval.shape)
+    carry = sum(map(same, eqn.outvars, body.outvars))
+    xs = sum(not same(o, i) for o, i in zip(eqn.invars, body.invars, strict=True))
+    return len(eqn.invars) - carry - xs, carry, xs
+
+
+def find_cuts(
+    jaxpr: Any, streaming: Streaming, inlined: Mapping[str, str], held: Iterator[Type]
+) -> Cuts:
+    """Decides what is cut.
+
+    Args:
+      jaxpr: the function.
+      streaming: the sizes that count.
+      inlined: primitives that only call a jaxpr, and the parameter that holds it.
+      held: types of the arrays in host memory that could be cut.
+    """
+    scans: set[int] = set()
+    rows: dict[int, int] = {}
+
+    def walk(body: Any) -> None:
+        for eqn in getattr(body, "jaxpr", body).eqns:
+            inner = inlined.get(eqn.primitive.name)
+            if inner is not None and inner in eqn.params:
+                walk(eqn.params[inner])
+            elif eqn.primitive.name == "scan" and id(eqn) not in scans:
+                count = _iterations_per_part(eqn, streaming)
+                if count is None:
+                    continue
+                scans.add(id(eqn))
+                length = eqn.params["length"]
+                rows[length] = min(count, rows.get(length, count))
+                walk(eqn.params["jaxpr"])
+
+    walk(jaxpr)
+    for t in held:
+        if t.shape and t.shape[0] > 1 and t.nbytes > streaming.largest:
+            fitting = streaming.largest // 4 * t.shape[0] // t.nbytes
+            fewest = -(-t.shape[0] // _MOST_PARTS)
+            rows.setdefault(t.shape[0], max(1, fitting, fewest))
+    return Cuts(frozenset(scans), rows)
+
+
+def _iterations_per_part(eqn: Any, streaming: Streaming) -> int | None:
+    """How many iterations a part of a scan has; None for a scan that stays one task."""
+    body, length = eqn.params["jaxpr"], eqn.params["length"]
+    consts, carry, _ = scan_counts(eqn)
+    sizes = [Type.of(v.aval).nbytes for v in eqn.invars]
+    results = [Type.of(v.aval).nbytes for v in eqn.outvars]
+    inner = costs.temporary_bytes(body)
+    stacked = sum(sizes[consts + carry :]) + sum(results[carry:])
+    fixed = sum(sizes[: consts + carry]) + sum(results[:carry]) + inner
+    if length < 2 or fixed + stacked <= streaming.largest:
+        return None
+    each = -(-stacked // length)
+    flops = sum(map(costs.flops, getattr(body, "jaxpr", body).eqns))
+    seconds = streaming.rates.seconds(flops, each + fixed)
+    worth = _WORTH * streaming.rates.launch_seconds / max(seconds, 1e-12)
+    equations = len(getattr(body, "jaxpr", body).eqns)
+    fewest = max(-(-length // _MOST_PARTS), -(-length * equations // _MOST_EQUATIONS))
+    # What several iterations can hold; where one is too much, the partitioner cuts it.
+    room = streaming.largest if fixed + each <= streaming.largest else streaming.arena // 2
+    fitting = (room - fixed) // each if each else length
+    return min(length, max(fewest, min(int(worth) + 1, fitting), 1))

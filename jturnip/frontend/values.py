@@ -1,0 +1,169 @@
+"""A function as numbered values: what `flatten` makes of a jaxpr.
+
+There are no scopes: a value is a number, an equation names the values it reads and writes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jturnip import compat
+
+
+@dataclass(frozen=True, slots=True)
+class Type:
+    """Shape and dtype of a value."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    weak_type: bool = False
+
+    @classmethod
+    def of(cls, aval: Any) -> "Type":
+        """Of an abstract value, an array, or a struct."""
+        weak = bool(getattr(aval, "weak_type", False))
+        return cls(tuple(aval.shape), aval.dtype, weak)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on a device; a key's are those of its data."""
+        if is_key(self.dtype):
+            struct = jax.ShapeDtypeStruct(self.shape, self.dtype)
+            data = jax.eval_shape(jax.random.key_data, struct)
+            return data.size * data.dtype.itemsize
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+    def struct(self, sharding: Any = None) -> jax.ShapeDtypeStruct:
+        """As an argument of `jax.jit(...).lower`."""
+        return jax.ShapeDtypeStruct(
+            self.shape, self.dtype, weak_type=self.weak_type, sharding=sharding
+        )
+
+    def rows(self, count: int) -> "Type":
+        """The type of `count` of its rows."""
+        return Type((count, *self.shape[1:]), self.dtype, self.weak_type)
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A scalar written in the function's text."""
+
+    value: Any
+    type: Type
+
+
+@dataclass(frozen=True, slots=True)
+class Equation:
+    """One primitive applied to values."""
+
+    # The equation it came from: its primitive, params and context are used as they are.
+    origin: Any
+    inputs: tuple[int | Constant, ...]
+    outputs: tuple[int, ...]
+    # The calls it was inlined from, outermost first.
+    calls: tuple[Any, ...] = ()
+    # Whether it has effects. Those happen in the order of the program: the last input and
+    # the last output are then a token, handed from one such equation to the next.
+    effects: bool = False
+    # Whether `origin` is ours; the user's line is then that of the innermost call.
+    ours: bool = False
+
+    @property
+    def source(self) -> str:
+        """The user's line: its own, or that of the call that led to it."""
+        return source_line(() if self.ours else (self.origin,), self.calls)
+
+    @property
+    def name(self) -> str:
+        """The primitive's name."""
+        return self.origin.primitive.name
+
+    def bind(self, operands: Sequence[Any]) -> Sequence[Any]:
+        """Applies the primitive, in the context in which the user did."""
+        if self.effects:
+            *operands, token = operands
+            return (*bind(self.origin, operands), token)
+        return bind(self.origin, operands)
+
+
+def is_key(dtype: Any) -> bool:
+    """Whether it is the type of PRNG keys, which numpy does not have."""
+    return jnp.issubdtype(dtype, jax.dtypes.extended)
+
+
+def is_packed(dtype: Any) -> bool:
+    """Whether it is of numbers of less than a byte, which XLA packs and numpy does not."""
+    if is_key(dtype) or not jnp.issubdtype(dtype, jnp.number):
+        return False
+    info = jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo
+    return info(dtype).bits < 8
+
+
+def bind(eqn: Any, operands: Sequence[Any], **params: Any) -> Sequence[Any]:
+    """Applies a jaxpr equation's primitive to other operands, and perhaps params."""
+    primitive = eqn.primitive
+    params = primitive.get_bind_params({**eqn.params, **params})
+    with eqn.ctx.manager:
+        results = primitive.bind(*operands, **params)
+    return results if primitive.multiple_results else (results,)
+
+
+def source_line(own: Sequence[Any], calls: Sequence[Any]) -> str:
+    """The user's line of some equations inlined from some calls, or ""."""
+    lines = map(compat.source_line, (*own, *reversed(calls)))
+    return next(filter(None, lines), "")
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """A value that is some rows of an array in host memory; nobody computes it."""
+
+    value: int
+    # The value of the argument or closed-over array it is cut from.
+    source: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A result that exists as parts along its first axis, to be put together at the end."""
+
+    values: tuple[int, ...]
+    type: Type
+
+
+@dataclass(frozen=True, slots=True)
+class FlatJaxpr:
+    """A function as numbered values and the equations between them, in a serial order."""
+
+    types: tuple[Type, ...]
+    equations: tuple[Equation, ...]
+    # Value of each flat argument, in order.
+    inputs: tuple[int, ...]
+    # Closed-over arrays: (value, array).
+    constants: tuple[tuple[int, Any], ...]
+    # Each flat result, in order, no value twice: an argument that is returned as it is, a
+    # value that an equation writes, or parts that are all written.
+    outputs: tuple[int | Parts, ...]
+    slices: tuple[Slice, ...] = ()
+
+    @property
+    def result_values(self) -> tuple[int, ...]:
+        """The values of all results, in order."""
+        values = (o.values if isinstance(o, Parts) else (o,) for o in self.outputs)
+        return tuple(v for vs in values for v in vs)
+
+    @property
+    def written_outputs(self) -> tuple[int, ...]:
+        """The values of results that equations write, in order."""
+        inputs = frozenset(self.inputs)
+        return tuple(v for v in self.result_values if v not in inputs)
+
+    def type_of(self, output: int | Parts) -> Type:
+        """The type of a result."""
+        return output.type if isinstance(output, Parts) else self.types[output]

@@ -1,7 +1,6 @@
 """What the benchmarks reach for inside jturnip, where its public side has no way to it."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,20 +12,26 @@ from jturnip.stages import Compiled, Lowered
 
 def one_task_per_equation(lowered: Lowered) -> Compiled:
     """Compiles a function so that nothing is grouped; its strategy must be named."""
-    partitioner: Any = lowered._partitioner
-    as_fine_as_possible = functools.partial(partitioner.partition, 0)
-    partitioner.partition = lambda largest: as_fine_as_possible()
+    lowered._finest = True
     return lowered.compile()
+
+
+def split_runner(compiled: Compiled) -> Any:
+    """What runs the loop of a function that is split."""
+    runner: Any = compiled._runner
+    return runner.piece
 
 
 def runs(compiled: Compiled, leaves: Sequence[Any]) -> Callable[[], Any]:
     """One run of the loop of a split function, with nothing around it."""
-    return lambda: compiled._runner.run(leaves)
+    piece = split_runner(compiled)
+    return lambda: piece.run(leaves)
 
 
 def executable_count(lowered: Lowered) -> int:
     """How many distinct executables the tasks of a split function have."""
-    return len(lowered._split.executables)
+    program: Any = lowered._program
+    return len(program.split.executables)
 
 
 def bare_calls(compiled: Compiled, leaves: Sequence[Any]) -> list[Callable[[], Any]]:
@@ -34,7 +39,7 @@ def bare_calls(compiled: Compiled, leaves: Sequence[Any]) -> list[Callable[[], A
 
     They hold every argument alive. Nothing may be donated.
     """
-    runner: Any = compiled._runner
+    runner = split_runner(compiled)
     program = runner._program
     calls: list[Callable[[], Any]] = []
 

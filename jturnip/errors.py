@@ -40,6 +40,22 @@ class DoesNotFit(PlanningError):
         self.needed_bytes = needed_bytes
         self.gpu_bytes = gpu_bytes
 
+    def beside(self, nbytes: int) -> "DoesNotFit":
+        """The same where others take `nbytes` of the device meanwhile."""
+        if not nbytes:
+            return self
+        needed, gpu_bytes = self.needed_bytes + nbytes, self.gpu_bytes + nbytes
+        others = f" Other values take {nbytes} bytes of the device meanwhile: with them it"
+        message = f"{self}{others} takes gpu_bytes={needed}."
+        return DoesNotFit(message, needed_bytes=needed, gpu_bytes=gpu_bytes)
+
+    def for_(self, gpu_bytes: int, needed_bytes: int) -> "DoesNotFit":
+        """The same as the answer to another budget, which needs at least so much."""
+        message = str(self)
+        if (gpu_bytes, needed_bytes) != (self.gpu_bytes, self.needed_bytes):
+            message = f"{self} (gpu_bytes was {gpu_bytes}; {needed_bytes} would do.)"
+        return DoesNotFit(message, needed_bytes=needed_bytes, gpu_bytes=gpu_bytes)
+
 
 class HostMemoryError(PlanningError):
     """The host cannot hold the buffers that must leave the device."""

@@ -20,7 +20,6 @@ from jturnip.compiler.executables import Executable
 from jturnip.compiler.report import CompileReport
 from jturnip.errors import DoesNotFit, HostMemoryError
 from jturnip.frontend.costs import DeviceRates
-from jturnip.frontend.jaxpr import flatten
 from jturnip.frontend.loops import Streaming
 from jturnip.frontend.partition import Group, Partitioner
 from jturnip.frontend.values import FlatJaxpr, Parts
@@ -29,6 +28,7 @@ from jturnip.graph.plan import Plan
 from jturnip.graph.taskgraph import Buffer, BufferId, Place, Role, Task, TaskGraph, TaskId
 from jturnip.placement import Arguments, Whose
 from jturnip.planner import figures
+from jturnip.planner.allocator import padded
 from jturnip.planner.planner import (
     does_not_fit,
     plan as make_memgraph,
@@ -46,9 +46,10 @@ from jturnip.units import format_bytes
 # A task may hold this share of the budget, where it can be cut: two can then be resident
 # while the transfers of two more are under way.
 _SHARE = 4
-# A loop is cut if it would hold more than one of these shares of the budget: the next is
-# tried where no plan fits with loops as large as that. 0: every loop is cut.
-_SHARES_OF_LOOPS = (4, 16, 0)
+# A scan is cut, a loop of another kind or a branch driven, if it would hold more than these
+# shares of the budget. The next pair is tried where no plan fits with loops so large.
+_SHARES_OF_LOOPS = ((1 / 4, 1.0), (1 / 16, 1 / 2), (0.0, 1 / 8), (0.0, 0.0))
+ATTEMPTS = len(_SHARES_OF_LOOPS)
 # XLA may re-use and fuse better than the TaskGraph's liveness says, up to this factor.
 _HOPE = 1.5
 # What `auto` plans and simulates; the paper's alone beyond this many tasks, since there
@@ -76,15 +77,14 @@ class Split:
     groups: tuple[Group, ...]
     graph: TaskGraph
     executables: tuple[Executable, ...]
-    # Distinct executables that were compiled for it, and that were there already.
-    compiled: int
-    reused: int
     compile_report: CompileReport
     arguments: Arguments
     # The buffer of each value that has one.
     buffers: Mapping[int, BufferId]
     # Result → the donated host argument whose memory it takes over; by position.
     reuses: Mapping[int, int]
+    # Buffers that start in host memory, and are put on the device for many runs.
+    resident: tuple[BufferId, ...] = ()
 
 
 def rates(device: Device) -> DeviceRates:
@@ -103,83 +103,128 @@ def link_of(device: Device, simulated: SimulatedLink | None) -> Link:
     return _LINKS["cpu" if device.platform == "cpu" else "gpu"]
 
 
+def streaming(
+    avals: Sequence[Any], arguments: Arguments, gpu_bytes: int, attempt: int
+) -> Streaming:
+    """What is cut and driven in an attempt; later attempts cut more.
+
+    Args:
+      avals: abstract values of the arguments.
+      arguments: how they are held.
+      gpu_bytes: the budget, in bytes.
+      attempt: from 0 to `ATTEMPTS` - 1.
+    """
+    arena = placement.arena_bytes(gpu_bytes, arguments.device)
+    scans, others = _SHARES_OF_LOOPS[attempt]
+    donated = [
+        (tuple(aval.shape), aval.dtype)
+        for aval, w in zip(avals, arguments.whose, strict=True)
+        if w is Whose.DONATED_HOST
+    ]
+    return Streaming(
+        largest=int(arena * scans),
+        arena=arena,
+        rates=rates(arguments.device),
+        drive=int(arena * others),
+        on_host=frozenset(i for i, w in enumerate(arguments.whose) if w.on_host),
+        is_on_host=lambda array: placement.whose(array, False).on_host,
+        donated=collections.Counter(donated),
+    )
+
+
 def split(
-    closed: Any, forwarded: Collection[int], arguments: Arguments, gpu_bytes: int
+    flat: FlatJaxpr,
+    arguments: Arguments,
+    gpu_bytes: int,
+    to_host: Collection[int] = (),
+    finest: bool = False,
+    repeated: bool = False,
 ) -> Split:
     """Cuts a function into tasks that fit in `gpu_bytes`, and compiles them.
 
     Args:
-      closed: the function's jaxpr.
-      forwarded: positions of arguments that may be returned as they are.
-      arguments: how the arguments are held.
+      flat: the function.
+      arguments: how its arguments are held.
       gpu_bytes: the budget, in bytes.
+      to_host: positions of results that must end in host memory.
+      finest: whether every equation is a task of its own.
+      repeated: whether it runs many times with the same arrays in host memory: then those
+        that there is room for are taken to be on the device.
 
     Raises:
       DoesNotFit: where a single equation, or the caller's own arrays, need more.
-      UnsupportedError: for what cannot be taken apart.
     """
-    arena = placement.arena_bytes(gpu_bytes, arguments.device)
-    refusal: DoesNotFit | None = None
-    for share in _SHARES_OF_LOOPS:
-        streaming = _streaming(closed, arguments, arena, arena // share if share else 0)
-        flat = flatten(closed, forwarded, streaming)
-        try:
-            return _split_flat(flat, kept(arguments, flat), gpu_bytes)
-        except DoesNotFit as error:
-            refusal = refusal or error
-            if not any(e.name == "scan" for e in flat.equations):
-                break
-    assert refusal is not None
-    raise refusal
-
-
-def _streaming(closed: Any, arguments: Arguments, arena: int, largest: int) -> Streaming:
-    jaxpr = getattr(closed, "jaxpr", closed)
-    donated = [
-        (tuple(v.aval.shape), v.aval.dtype)
-        for v, w in zip(jaxpr.invars, arguments.whose, strict=True)
-        if w is Whose.DONATED_HOST
-    ]
-    return Streaming(
-        largest,
-        arena,
-        rates(arguments.device),
-        frozenset(i for i, w in enumerate(arguments.whose) if w.on_host),
-        lambda array: placement.whose(array, False).on_host,
-        collections.Counter(donated),
-    )
-
-
-def _split_flat(flat: FlatJaxpr, arguments: Arguments, gpu_bytes: int) -> Split:
+    arguments = kept(arguments, flat)
     device = arguments.device
     arena = placement.arena_bytes(gpu_bytes, device)
     partitioner = Partitioner(flat, rates(device))
     _refuse_early(flat, partitioner, arguments, gpu_bytes)
-    groups = partitioner.partition(arena // _SHARE)
+    groups = partitioner.partition(0 if finest else arena // _SHARE)
     compiled = None
     while True:
         compiled = _compile(flat, groups, arguments, compiled)
-        graph, buffers = _build(flat, groups, arguments, compiled)
+        graph, buffers = _build(flat, groups, arguments, compiled, to_host)
         if smallest_budget(graph) <= arena:
             break
-        kept = resident_bytes(graph)
-        too_large = {t.id for t in graph.tasks if task_bytes(graph, t) + kept > arena}
+        kept_bytes = resident_bytes(graph)
+        too_large = {t.id for t in graph.tasks if task_bytes(graph, t) + kept_bytes > arena}
         finer = partitioner.refine(groups, frozenset(too_large))
         if len(finer) == len(groups):
             raise _refusal(graph, gpu_bytes, device)
         groups = finer
+    resident = _resident(flat, graph, buffers, arguments, arena) if repeated else ()
     return Split(
         flat=flat,
         groups=tuple(groups),
-        graph=graph,
+        graph=_with_resident(graph, resident),
+        resident=resident,
         executables=compiled.executables,
-        compiled=len(compiled.made),
-        reused=compiled.report.reused,
         compile_report=compiled.report,
         arguments=arguments,
         buffers=buffers,
-        reuses=_reuses(flat, arguments),
+        reuses=reuses(flat, arguments),
     )
+
+
+def _resident(
+    flat: FlatJaxpr,
+    graph: TaskGraph,
+    buffers: Mapping[int, BufferId],
+    arguments: Arguments,
+    arena: int,
+) -> tuple[BufferId, ...]:
+    """Which arrays in host memory are best kept on the device while a plan is repeated.
+
+    As many bytes as leave room for two of the largest tasks, spread evenly over the order
+    in which they are first read, so that the link has always something to do; the first is
+    among them, so that nothing waits when a run begins.
+    """
+    needed = smallest_budget(graph)
+    room = arena - max(2 * needed, arena // _SHARE)
+    given_up = {v for v, w in zip(flat.inputs, arguments.whose, strict=True) if w.donated}
+    given_up.update(s.value for s in flat.slices if s.source in given_up)
+    lost = {buffers[v] for v in given_up}
+    read = dict.fromkeys(b for t in graph.tasks for b in t.inputs)
+    choice = [b for b in read if graph.buffers[b].start is Place.HOST and b not in lost]
+    total = sum(padded(graph.buffers[b].nbytes) for b in choice)
+    share = room / total if total else 0.0
+    chosen: list[BufferId] = []
+    due, taken = 1.0, 0
+    for b in choice:
+        nbytes = padded(graph.buffers[b].nbytes)
+        due += min(share, 1.0) * nbytes
+        if taken + nbytes <= room and taken < due:
+            chosen.append(b)
+            taken += nbytes
+    return tuple(chosen)
+
+
+def _with_resident(graph: TaskGraph, resident: Collection[BufferId]) -> TaskGraph:
+    buffers = tuple(
+        dataclasses.replace(b, start=Place.DEVICE, pinned=True) if b.id in resident else b
+        for b in graph.buffers
+    )
+    return dataclasses.replace(graph, buffers=buffers)
 
 
 def kept(arguments: Arguments, flat: FlatJaxpr) -> Arguments:
@@ -262,6 +307,7 @@ def _build(
     groups: Sequence[Group],
     arguments: Arguments,
     compiled: compiler.Compiled | None = None,
+    to_host: Collection[int] = (),
 ) -> tuple[TaskGraph, dict[int, BufferId]]:
     """The TaskGraph of some groups, and the buffer of each value.
 
@@ -288,7 +334,7 @@ def _build(
         add(cut.value, Role.INPUT, name=name, start=Place.HOST)
     written = flat.written_outputs
     results = frozenset(written)
-    to_host = _ending_on_host(flat, arguments)
+    ending = _ending_on_host(flat, arguments, to_host)
     tasks = []
     for index, group in enumerate(groups):
         for value in group.inputs:
@@ -296,7 +342,7 @@ def _build(
                 add(value, Role.INTERMEDIATE)
         for value in group.outputs:
             if value in results:
-                add(value, Role.OUTPUT, end_on_host=value in to_host)
+                add(value, Role.OUTPUT, end_on_host=value in ending)
             else:
                 add(value, Role.INTERMEDIATE)
         tasks.append(_task(flat, group, index, of_value, arguments.device, compiled))
@@ -319,7 +365,7 @@ def _start(whose: Whose) -> dict[str, Any]:
     return {"start": place, "pinned": whose is Whose.CALLER_DEVICE}
 
 
-def _reuses(flat: FlatJaxpr, arguments: Arguments) -> dict[int, int]:
+def reuses(flat: FlatJaxpr, arguments: Arguments) -> dict[int, int]:
     returned = frozenset(flat.inputs)
     types = [flat.types[v] for v in flat.inputs]
     results = [None if o in returned else flat.type_of(o) for o in flat.outputs]
@@ -327,14 +373,17 @@ def _reuses(flat: FlatJaxpr, arguments: Arguments) -> dict[int, int]:
     return placement.reused_arguments(pairs, results)
 
 
-def _ending_on_host(flat: FlatJaxpr, arguments: Arguments) -> frozenset[int]:
-    """Values of results that are put together in host memory, or re-use an argument's."""
-    reuses = _reuses(flat, arguments)
+def _ending_on_host(
+    flat: FlatJaxpr, arguments: Arguments, to_host: Collection[int]
+) -> frozenset[int]:
+    """Values of results that are put together in host memory, that re-use an argument's,
+    or that are asked for there by their positions."""
+    reusing = reuses(flat, arguments)
     ending: set[int] = set()
     for at, output in enumerate(flat.outputs):
         if isinstance(output, Parts):
             ending.update(output.values)
-        elif at in reuses:
+        elif at in reusing or at in to_host:
             ending.add(output)
     return frozenset(ending)
 

@@ -3,7 +3,6 @@
 import collections
 import enum
 import functools
-import threading
 import time
 import traceback
 from collections.abc import Sequence
@@ -19,7 +18,9 @@ from jturnip.frontend.values import FlatJaxpr, Parts, Slice, Type
 from jturnip.graph.memgraph import MemGraph
 from jturnip.graph.plan import Plan
 from jturnip.graph.taskgraph import TaskGraph
+from jturnip.lowering import Split
 from jturnip.placement import Arguments, Whose
+from jturnip.programs import Straight
 from jturnip.runtime.engines import (
     DeviceEngines,
     MarkSlots,
@@ -31,12 +32,11 @@ from jturnip.runtime.hoststacks import Assembled, Assembly, rows_of
 from jturnip.runtime.link import SimulatedLink
 from jturnip.runtime.loop import run
 from jturnip.runtime.report import RunReport
-from jturnip.runtime.schedule import Schedule
 from jturnip.signature import Call
 
 
 class Runner(Protocol):
-    """A program that takes flat arguments and gives results in their tree."""
+    """What takes flat arguments and gives results in their tree."""
 
     plan: Plan
 
@@ -121,49 +121,46 @@ class WholeRunner:
 
 
 class SplitRunner:
-    """The event loop over a plan. One run at a time: the budget is for all of them."""
+    """The event loop over a plan; one run at a time."""
 
-    def __init__(
-        self,
-        candidate: lowering.Split,
-        plan: Plan,
-        schedule: Schedule,
-        link: SimulatedLink | None,
-        out_tree: Any,
-    ):
-        self.plan = plan
-        self._out_tree = out_tree
+    def __init__(self, straight: Straight, link: SimulatedLink | None):
+        self.plan = straight.plan
         self.last_run: RunReport | None = None
+        split = straight.split
         self._program = program = make_program(
-            candidate.graph,
-            plan.memgraph,
-            schedule,
-            candidate.executables,
-            candidate.arguments.device,
-            functools.partial(_blame, candidate),
+            split.graph,
+            straight.plan.memgraph,
+            straight.schedule,
+            split.executables,
+            split.arguments.device,
+            functools.partial(_blame, split),
         )
         self._link = link
-        self._lock = threading.Lock()
-        self._names = candidate.arguments.names
-        self._committed = candidate.arguments.committed
+        self._names = split.arguments.names
+        self._committed = split.arguments.committed
         memgraph = program.memgraph
         start: dict[int, int] = {
-            memgraph.instances[i].buffer: i for i in memgraph.inputs_at_start
+            int(memgraph.instances[i].buffer): i for i in memgraph.inputs_at_start
         }
-        buffers = candidate.buffers
-        flat = candidate.flat
+        buffers, flat = split.buffers, split.flat
         # Which instance each argument is at the start.
         self._arguments = tuple(
             (start[buffers[v]], w)
-            for v, w in zip(flat.inputs, candidate.arguments.whose, strict=True)
+            for v, w in zip(flat.inputs, split.arguments.whose, strict=True)
         )
         self._constants = tuple(
             (start[buffers[v]], self._place_for_good(array)) for v, array in flat.constants
         )
         self._donated = frozenset(i for i, w in self._arguments if w.donated)
-        self._cut = _cut_arrays(candidate, start)
-        ends = dict(zip(program.graph.outputs, memgraph.outputs_at_end, strict=True))
-        self._results, self._assembled = _results(candidate, start, ends)
+        self._cut = _cut_arrays(split, start)
+        ends: dict[int, int] = dict(
+            zip(program.graph.outputs, memgraph.outputs_at_end, strict=True)
+        )
+        self._results, self._assembled = _results(split, start, ends)
+        # Instances that are put on the device for many runs; their arrays, while they are.
+        self._resident = tuple(start[b] for b in split.resident)
+        self._held: dict[int, Any] = {}
+        self.resident_bytes = straight.resident_bytes
 
     def _place_for_good(self, array: Any) -> tuple[Whose, Any]:
         """A closed-over array; a small one is put on the device now."""
@@ -172,44 +169,63 @@ class SplitRunner:
             array = self._placed(array, Whose.OURS_DEVICE)
         return whose, array
 
-    def run(self, leaves: Sequence[Any]) -> Any:
+    def hold(self, leaves: Sequence[Any]) -> None:
+        """Puts on the device what the plan takes to be there, for runs with the same
+        arrays in host memory, until `let_go`."""
+        if not self._resident:
+            return
+        arrays: list[Any] = [None] * len(self._program.memgraph.instances)
+        self._place(leaves, arrays)
+        device = self._program.device_sharding
+        held = {i: compat.copy_to(arrays[i], device) for i in self._resident}
+        self._held = jax.block_until_ready(held)
+
+    def let_go(self) -> None:
+        """Lets go of what `hold` put on the device."""
+        self._held = {}
+
+    def run(self, leaves: Sequence[Any], keep: frozenset[int] = frozenset()) -> list[Any]:
+        """Runs once; returns the flat results.
+
+        Args:
+          leaves: the flat arguments.
+          keep: positions of donated arguments that are not given up for once.
+        """
         program = self._program
-        with self._lock:
-            marks: MarkSlots | None = None
-            arrays: list[Any] = [None] * len(program.memgraph.instances)
-            results: list[Any] = []
-            try:
-                self._check_donated_once(leaves)
-                marks = borrow_marks(program.device_sharding)
-                assembly = Assembly(self._assembled)
-                leaves = assembly.take_over(leaves)
-                taken = {self._arguments[i][0] for i in assembly.arguments}
-                self._place(leaves, arrays)
-                engines = DeviceEngines(
-                    program, arrays, self._donated - taken, marks, assembly, self._link
-                )
-                report = run(program.schedule, engines, self.plan.strategy)
-                of = {
-                    Origin.ARGUMENT: leaves,
-                    Origin.INSTANCE: arrays,
-                    Origin.ASSEMBLED: assembly.finish(program.host_sharding),
-                }
-                for origin, at in self._results:
-                    results.append(self._settled(of[origin][at], origin))
-                _raise_failures(results)
-                engines.close()
-            except BaseException as error:
-                arrays.clear()
-                results.clear()
-                if marks is not None:
-                    marks.close()
-                _let_go(error)
-                if not isinstance(error, KeyboardInterrupt) and _is_interrupt(error):
-                    raise KeyboardInterrupt from error
-                raise
-            return_marks(marks)
-            self.last_run = report
-        return jax.tree.unflatten(self._out_tree, results)
+        marks: MarkSlots | None = None
+        arrays: list[Any] = [None] * len(program.memgraph.instances)
+        results: list[Any] = []
+        try:
+            self._check_donated_once(leaves)
+            marks = borrow_marks(program.device_sharding)
+            assembly = Assembly(self._assembled)
+            leaves = assembly.take_over(leaves, keep)
+            staying = {self._arguments[i][0] for i in (*assembly.arguments, *keep)}
+            self._place(leaves, arrays)
+            donated = self._donated - staying
+            engines = DeviceEngines(program, arrays, donated, marks, assembly, self._link)
+            report = run(program.schedule, engines, self.plan.strategy)
+            of = {
+                Origin.ARGUMENT: leaves,
+                Origin.INSTANCE: arrays,
+                Origin.ASSEMBLED: assembly.finish(program.host_sharding),
+            }
+            for origin, at in self._results:
+                results.append(self._settled(of[origin][at], origin))
+            _raise_failures(results)
+            engines.close()
+        except BaseException as error:
+            arrays.clear()
+            results.clear()
+            if marks is not None:
+                marks.close()
+            let_go(error)
+            if not isinstance(error, KeyboardInterrupt) and _is_interrupt(error):
+                raise KeyboardInterrupt from error
+            raise
+        return_marks(marks)
+        self.last_run = report
+        return results
 
     def _settled(self, array: Any, origin: "Origin") -> Any:
         """A result as `jax.jit` would give it out; what is in host memory is committed."""
@@ -241,6 +257,8 @@ class SplitRunner:
             rows = rows_of(arrays[source], cuts, keep)
             for instance, array in zip(instances, rows, strict=True):
                 arrays[instance] = array
+        for instance, array in self._held.items():
+            arrays[instance] = array
 
     def _placed(self, leaf: Any, whose: Whose) -> jax.Array:
         if isinstance(leaf, jax.Array) and not whose.ours:
@@ -250,11 +268,9 @@ class SplitRunner:
         return jax.device_put(leaf, sharding)
 
 
-def _blame(
-    candidate: lowering.Split, task: int, operands: Sequence[Any]
-) -> FloatingPointError:
-    group = candidate.groups[task]
-    return nans.blame(candidate.flat, group.equations, group.inputs, operands)
+def _blame(split: Split, task: int, operands: Sequence[Any]) -> FloatingPointError:
+    group = split.groups[task]
+    return nans.blame(split.flat, group.equations, group.inputs, operands)
 
 
 class Origin(enum.Enum):
@@ -269,19 +285,19 @@ class Origin(enum.Enum):
 
 
 def _cut_arrays(
-    candidate: lowering.Split, start: dict[int, int]
+    split: Split, start: dict[int, int]
 ) -> tuple[tuple[int, tuple[int, ...], tuple[tuple[int, int], ...], bool], ...]:
     """Arrays in host memory that are read in rows: instance of the array, instances of
     the rows, first and past last row of each, whether the array is there next time."""
     donated = {
         v
-        for v, w in zip(candidate.flat.inputs, candidate.arguments.whose, strict=True)
+        for v, w in zip(split.flat.inputs, split.arguments.whose, strict=True)
         if w is not Whose.CALLER_HOST
     }
     of_source: dict[int, list[Slice]] = {}
-    for cut in candidate.flat.slices:
+    for cut in split.flat.slices:
         of_source.setdefault(cut.source, []).append(cut)
-    at = lambda value: start[candidate.buffers[value]]
+    at = lambda value: start[split.buffers[value]]
     return tuple(
         (
             at(source),
@@ -294,17 +310,17 @@ def _cut_arrays(
 
 
 def _results(
-    candidate: lowering.Split, start: dict[int, int], ends: dict[int, int]
+    split: Split, start: dict[int, int], ends: dict[int, int]
 ) -> tuple[tuple[tuple[Origin, int], ...], tuple[Assembled, ...]]:
     """Where each result comes from, and those that are put together."""
-    flat, buffers = candidate.flat, candidate.buffers
+    flat, buffers = split.flat, split.buffers
     places = {v: i for i, v in enumerate(flat.inputs)}
     results: list[tuple[Origin, int]] = []
     assembled: list[Assembled] = []
     for position, output in enumerate(flat.outputs):
         if isinstance(output, Parts):
             results.append((Origin.ASSEMBLED, len(assembled)))
-            assembled.append(_assembled(candidate, position, output, start, ends))
+            assembled.append(_assembled(split, position, output, start, ends))
         elif output in places:
             results.append((Origin.ARGUMENT, places[output]))
         else:
@@ -313,19 +329,19 @@ def _results(
 
 
 def _assembled(
-    candidate: lowering.Split,
+    split: Split,
     position: int,
     output: Parts,
     start: dict[int, int],
     ends: dict[int, int],
 ) -> Assembled:
-    flat, buffers = candidate.flat, candidate.buffers
+    flat, buffers = split.flat, split.buffers
     parts, row = [], 0
     for v in output.values:
         rows = flat.types[v].shape[0]
         parts.append((ends[buffers[v]], row, row + rows))
         row += rows
-    argument = candidate.reuses.get(position)
+    argument = split.reuses.get(position)
     readers: tuple[tuple[int, ...], ...] = ()
     if argument is not None:
         source = flat.inputs[argument]
@@ -351,7 +367,7 @@ def _raise_failures(results: Sequence[Any]) -> None:
         raise ExecutionError(f"a result could not be computed: {error}") from error
 
 
-def _let_go(error: BaseException | None) -> None:
+def let_go(error: BaseException | None) -> None:
     """Clears the finished frames that an error would keep alive, and our arrays in them.
 
     Notebooks keep the last error, and with it every local variable on its way.

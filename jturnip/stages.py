@@ -26,11 +26,12 @@ from jturnip.frontend.jaxpr import flatten
 from jturnip.frontend.partition import Partitioner
 from jturnip.frontend.values import FlatJaxpr
 from jturnip.graph.plan import Plan
+from jturnip.pieces import PieceRunner, make_piece
 from jturnip.placement import Arguments, Whose
 from jturnip.planner.strategies import STRATEGIES
+from jturnip.programs import How, Program, make_program, remeasured, smallest_refusal
 from jturnip.runners import (
     Runner,
-    SplitRunner,
     WholeRunner,
     moves_of,
     whole_bytes,
@@ -125,6 +126,8 @@ class Lowered:
         self._arguments = (
             arguments if self._flat is None else lowering.kept(arguments, self._flat)
         )
+        # Whether every equation is to be a task of its own, for study.
+        self._finest = False
         self._lock = threading.RLock()
 
     @property
@@ -143,19 +146,15 @@ class Lowered:
         Raises:
           DoesNotFit, HostMemoryError, UnsupportedError: as `jturnip.jit` says.
         """
-        return self._planned[0]
+        return self._planned
 
     @functools.cached_property
-    def _planned(self) -> tuple[Plan, Any]:
+    def _planned(self) -> Plan:
         with self._lock:
             if self._whole is not None:
                 moves = moves_of(self._arguments, self._traced)
-                return whole_plan(self._whole, moves, self.gpu_bytes), None
-            return self._make_plan(self._split)
-
-    def _make_plan(self, candidate: lowering.Split) -> tuple[Plan, Any]:
-        strategy, link = self._options.strategy, self._options.link
-        return lowering.make_plan(candidate, self.gpu_bytes, strategy, link)
+                return whole_plan(self._whole, moves, self.gpu_bytes)
+            return self._program.plan
 
     @functools.cached_property
     def _partitioner(self) -> Partitioner:
@@ -194,16 +193,41 @@ class Lowered:
         return None
 
     @functools.cached_property
-    def _split(self) -> lowering.Split:
+    def _program(self) -> Program:
+        return self._make_program(measured=False)
+
+    def _make_program(self, measured: bool) -> Program:
         if self._refusal is not None:
             raise self._refusal
-        return lowering.split(
-            self._traced.jaxpr, _forwardable(self._given), self._given, self.gpu_bytes
+        made = functools.partial(
+            make_program, self._traced.jaxpr, _forwardable(self._given)
         )
+        how = self._how(measured)
+        try:
+            return made(self._given, self.gpu_bytes, how)
+        except DoesNotFit:
+            self._given = _on_host_all(self._given)
+        try:
+            return made(self._given, self.gpu_bytes, how)
+        except DoesNotFit as refusal:
+            make = functools.partial(made, self._given, how=how)
+            raise smallest_refusal(make, refusal) from None
+
+    def _how(self, measured: bool) -> How:
+        return How(self._options.strategy, self._options.link, measured, self._finest)
+
+    def _measured_program(self) -> Program:
+        """The program with measured times; what was planned before them is used again."""
+        if "_program" in self.__dict__:
+            again = remeasured(self._program, self.gpu_bytes, self._how(True))
+            if again is not None:
+                return again
+        return self._make_program(measured=True)
 
     def compile(self) -> "Compiled":
         """Compiles what is not compiled yet, measures the tasks, and plans with that."""
         with self._lock:
+            program = None
             if self._whole is not None:
                 moves = moves_of(self._arguments, self._traced)
                 plan = whole_plan(self._whole, moves, self.gpu_bytes)
@@ -211,20 +235,18 @@ class Lowered:
                     self._whole, self._call, self._arguments, plan, moves, self._flat
                 )
             else:
-                candidate = lowering.measure(self._split, self.gpu_bytes)
-                plan, schedule = self._make_plan(candidate)
-                runner = SplitRunner(
-                    candidate, plan, schedule, self._options.link, self._traced.out_tree
-                )
-            report = self._compile_report()
+                program = self._measured_program()
+                piece = make_piece(program, self._options.link)
+                runner = PieceRunner(piece, self._traced.out_tree)
+            report = self._compile_report(program)
         return Compiled(runner, self._call, self._arguments, self._traced, report)
 
-    def _compile_report(self) -> CompileReport:
+    def _compile_report(self, program: Program | None) -> CompileReport:
         whole = self._whole_report
-        if self._whole is not None and whole is not None:
+        if program is None:
+            assert whole is not None
             return whole
-        report = self._split.compile_report
-        return report if whole is None else report.after(whole)
+        return program.report if whole is None else program.report.after(whole)
 
 
 class Compiled:
@@ -325,7 +347,10 @@ def _with_room(arguments: Arguments, traced: Any, gpu_bytes: int) -> Arguments:
         for info, w in zip(jax.tree.leaves(traced.in_avals), arguments.whose, strict=True)
         if w is Whose.OURS_DEVICE
     )
-    if small <= gpu_bytes // 16:
-        return arguments
+    return arguments if small <= gpu_bytes // 16 else _on_host_all(arguments)
+
+
+def _on_host_all(arguments: Arguments) -> Arguments:
+    """The same with small arguments in host memory too, until they are needed."""
     whose = tuple(Whose.OURS_HOST if w is Whose.OURS_DEVICE else w for w in arguments.whose)
     return dataclasses.replace(arguments, whose=whose)

@@ -330,7 +330,8 @@ def llama_split(count: int, fn: Callable[..., Any], budget_of: Callable[[int], i
     tokens = jax.ShapeDtypeStruct((1, 8), jnp.int32)
     nbytes = sum(leaf.size * 4 for leaf in jax.tree.leaves(params))
     bound = functools.partial(fn, config)
-    return jturnip.jit(bound, budget_of(nbytes)).lower(params, tokens)._split
+    lowered = jturnip.jit(bound, budget_of(nbytes)).lower(params, tokens)
+    return lowered._program.split
 
 
 def llama_gradient(config: Any, params: Any, tokens: Any) -> Any:
@@ -357,17 +358,15 @@ def test_many_layers_need_no_more_executables_than_few(
 
 
 def test_a_second_function_of_the_same_layers_compiles_nothing(quick_compilation: None):
-    first = jturnip.jit(tower, TIGHT).lower(X, layers(8))
-    assert first._split.compiled + first._split.reused == len(first._split.executables)
-    again = jturnip.jit(lambda x, weights: tower(x, weights), TIGHT).lower(X, layers(8))
-    assert (again._split.compiled, again._split.reused) == (
-        0,
-        len(first._split.executables),
-    )
+    first = jturnip.jit(tower, TIGHT).lower(X, layers(8)).compile().compile_report
+    assert first.compiled + first.reused == first.distinct
+    fn = jturnip.jit(lambda x, weights: tower(x, weights), TIGHT)
+    again = fn.lower(X, layers(8)).compile().compile_report
+    assert (again.compiled, again.reused) == (0, first.distinct)
 
 
 def test_a_cleared_cache_of_executables_compiles_again(quick_compilation: None):
     jturnip.jit(tower, TIGHT).lower(X, layers(8)).plan.summary()
     executables.clear_cache()
-    again = jturnip.jit(tower, TIGHT).lower(X, layers(8))
-    assert again._split.compiled == len(again._split.executables)
+    again = jturnip.jit(tower, TIGHT).lower(X, layers(8)).compile().compile_report
+    assert again.compiled == again.distinct

@@ -319,9 +319,11 @@ def test_a_donated_stack_is_written_in_place():
     step, fn = training()
     stack, moment, x = weights(), 0 * weights(), activations()
     expected = stack, moment
-    state = jturnip.host((stack, moment))
+    # The first step copies what numpy may know.
+    state = fn(*jturnip.host((stack, moment)), x)
+    expected = jax.jit(step)(*expected, x)
     places = [a.unsafe_buffer_pointer() for a in state]
-    for _ in range(3):
+    for _ in range(2):
         given = state
         state = fn(*state, x)
         expected = jax.jit(step)(*expected, x)

@@ -28,6 +28,16 @@ class CompileReport:
             seconds=earlier.seconds + self.seconds,
         )
 
+    def beside(self, other: "CompileReport") -> "CompileReport":
+        """Of two parts of one function, this the first."""
+        return CompileReport(
+            self.distinct + other.distinct,
+            self.compiled + other.compiled,
+            self.reused + other.reused,
+            self.cached + other.cached,
+            self.seconds + other.seconds,
+        )
+
     def summary(self) -> str:
         """One line for people."""
         return (

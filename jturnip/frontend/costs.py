@@ -63,6 +63,11 @@ def _nested(eqn: Any) -> Iterator[Any]:
                 yield body
 
 
+def inner_bytes(eqn: Any) -> int:
+    """Temporary bytes of the largest jaxpr that an equation calls."""
+    return max(map(temporary_bytes, _nested(eqn)), default=0)
+
+
 def temporary_bytes(closed: Any) -> int:
     """Bytes that a jaxpr holds at once of what heavy equations in it write and read.
 
@@ -87,7 +92,6 @@ def temporary_bytes(closed: Any) -> int:
                 nbytes = Type.of(v.aval).nbytes
                 alive += nbytes
                 ending[last[id(v)]] = ending.get(last[id(v)], 0) + nbytes
-        inner = max(map(temporary_bytes, _nested(eqn)), default=0)
-        most = max(most, alive + inner)
+        most = max(most, alive + inner_bytes(eqn))
         alive -= ending.pop(at, 0)
     return most

@@ -1,6 +1,7 @@
 """A jaxpr, flat: nested calls inlined, loops cut where asked, dead equations gone."""
 
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -9,7 +10,14 @@ import numpy as np
 from jturnip import compat
 from jturnip.errors import UnsupportedError
 from jturnip.frontend import hints, refs, stacks
-from jturnip.frontend.loops import SMALL, Cuts, Streaming, find_cuts, scan_counts
+from jturnip.frontend.loops import (
+    SMALL,
+    Cuts,
+    Streaming,
+    find_cuts,
+    is_driven,
+    scan_counts,
+)
 from jturnip.frontend.stacks import Spread, Stack, Value
 from jturnip.frontend.values import (
     Constant,
@@ -41,8 +49,21 @@ _INLINED = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """What a loop's body is followed by: whether the loop goes on with its results."""
+
+    jaxpr: Any
+    # How many arguments only the condition has. They come before the body's; the others
+    # are the body's results.
+    constants: int
+
+
 def flatten(
-    closed: Any, forwarded: Collection[int] = (), streaming: Streaming | None = None
+    closed: Any,
+    forwarded: Collection[int] = (),
+    streaming: Streaming | None = None,
+    condition: Condition | None = None,
 ) -> FlatJaxpr:
     """Flattens a traced function's jaxpr.
 
@@ -51,25 +72,43 @@ def flatten(
       forwarded: positions of arguments that may be returned as they are, once. Any other
         result is written by an equation of its own, a copy where the function has none.
       streaming: how to cut loops and large arrays; without it none is.
+      condition: for the body of a loop: then the first result is the condition's.
 
     Raises:
       UnsupportedError: for values that are no arrays, or are put on another device; it
         names the primitive and the user's line.
     """
-    jaxpr = getattr(closed, "jaxpr", closed)
-    _check_arguments(jaxpr)
-    flattener = _Flattener(closed, streaming)
-    inputs = tuple(flattener.new_value(v.aval) for v in jaxpr.invars)
+    avals = argument_avals(closed, condition)
+    _check_arguments(closed)
+    flattener = _Flattener(closed, avals, streaming)
+    inputs = tuple(map(flattener.new_value, avals))
     arguments = flattener.arguments(inputs)
-    results = flattener.call(closed, arguments)
+    before = condition.constants if condition else 0
+    results = flattener.call(closed, arguments[before:])
+    if condition:
+        results = [
+            *flattener.call(condition.jaxpr, [*arguments[:before], *results]),
+            *results,
+        ]
     outputs = flattener.distinct(results, {inputs[i] for i in forwarded})
     return flattener.finish(inputs, outputs)
+
+
+def argument_avals(closed: Any, condition: Condition | None = None) -> list[Any]:
+    """Abstract values of the arguments that `flatten` finds."""
+    own = [v.aval for v in getattr(closed, "jaxpr", closed).invars]
+    if condition is None:
+        return own
+    invars = getattr(condition.jaxpr, "jaxpr", condition.jaxpr).invars
+    return [*(v.aval for v in invars[: condition.constants]), *own]
 
 
 class _Flattener:
     """Collects what `flatten` returns."""
 
-    def __init__(self, closed: Any, streaming: Streaming | None) -> None:
+    def __init__(
+        self, closed: Any, avals: Sequence[Any], streaming: Streaming | None
+    ) -> None:
         self._types: list[Type] = []
         self._equations: list[Equation] = []
         # id of a closed-over array → (its value, the array, which keeps the id its own)
@@ -78,15 +117,18 @@ class _Flattener:
         # Values of arrays in host memory, whose slices are free.
         self._hosted: set[int] = set()
         self._held: dict[int, Stack] = {}
-        # The token of the last equation with effects.
+        # The token of the last equation with effects, and all there were.
         self._token: int | None = None
+        self._tokens: list[int] = []
         self._starts: dict[int, int] = {}
         # (id of an equation, which operands are cut, rows) → (jaxpr, equation)
         self._by_rows: dict[Any, tuple[Any, Any]] = {}
         self._streaming = streaming
         self._cuts = Cuts(frozenset(), {})
         if streaming is not None:
-            self._cuts = find_cuts(closed, streaming, _INLINED, _held(closed, streaming))
+            self._cuts = find_cuts(
+                closed, streaming, _INLINED, _held(closed, avals, streaming)
+            )
 
     # -- values ------------------------------------------------------------------------
 
@@ -217,6 +259,10 @@ class _Flattener:
             return operands
         if id(eqn) in self._cuts.scans:
             return self._scan(eqn, operands, calls)
+        if name == "slice":
+            rows = self._rows(eqn, operands[0], calls)
+            if rows is not None:
+                return [rows]
         if any(isinstance(v, Stack) for v in operands):
             split = self._by_parts(eqn, operands, calls)
             if split is not None:
@@ -226,7 +272,28 @@ class _Flattener:
             return [Spread(eqn, operand, calls, Type.of(eqn.outvars[0].aval))]
         if hints.has_moves(eqn):
             eqn = self._without_moves(eqn)
-        return self._emit(eqn, [self.whole(v, calls) for v in operands], calls)
+        whole = [self.whole(v, calls) for v in operands]
+        if self._streaming is not None and is_driven(eqn, self._streaming):
+            return self._driven(eqn, whole, calls)
+        return self._emit(eqn, whole, calls)
+
+    def _driven(
+        self, eqn: Any, operands: Sequence[int | Constant], calls: tuple[Any, ...]
+    ) -> list[int]:
+        """A loop or a branch that is planned by itself; all it reads are values."""
+        read = []
+        for v in operands:
+            if isinstance(v, Constant):
+                array = np.asarray(v.value, v.type.dtype)
+                v = self.whole(self.constant(array, v.type.struct()))
+            read.append(v)
+        results = [self.new_value(v.aval) for v in eqn.outvars]
+        self._equations.append(
+            Equation(eqn, tuple(read), tuple(results), calls, driven=True)
+        )
+        # What is driven has its place in the program already; so has what comes after.
+        self._token = None
+        return results
 
     def _emit(
         self,
@@ -243,6 +310,7 @@ class _Flattener:
         if self._token is None:
             self._token = self._start(0)
         before, self._token = self._token, self.new_value(np.int32(0))
+        self._tokens.append(self._token)
         inputs, outputs = (*operands, before), (*results, self._token)
         self._equations.append(Equation(eqn, inputs, outputs, calls, True, ours))
         return results
@@ -409,6 +477,34 @@ class _Flattener:
             )
         return Stack(t, rows, tuple(results))
 
+    def _rows(self, eqn: Any, operand: Value, calls: tuple[Any, ...]) -> Value | None:
+        """Some rows of what is in host memory or in parts; None where that is no help."""
+        (start, stop), aside = stacks.rows_taken(eqn)
+        if stop - start == eqn.invars[0].aval.shape[0] or stop <= start:
+            return None
+        whole = operand.whole if isinstance(operand, Stack) else operand
+        if isinstance(whole, int) and whole in self._hosted:
+            taken = self._part(whole, start, stop, calls)
+        elif isinstance(operand, Stack) and operand.parts is not None:
+            cuts = operand.bounds
+            wanted = [k for k, (a, b) in enumerate(cuts) if a < stop and start < b]
+            if cuts[wanted[0]][0] != start or cuts[wanted[-1]][1] != stop:
+                return None
+            parts = operand.parts[wanted[0] : wanted[-1] + 1]
+            types = tuple(self._types[p] for p in parts)
+            taken = parts[0]
+            if len(parts) > 1:
+                (taken,) = self._ours(stacks.joining(types), parts, calls)
+        else:
+            return None
+        if not aside:
+            return taken
+        key = ("aside", id(eqn))
+        if key not in self._by_rows:
+            self._by_rows[key] = stacks.sliced_aside(eqn, stop - start), eqn
+        (taken,) = self._ours(self._by_rows[key][0], (taken,), (*calls, eqn))
+        return taken
+
     def _reduce(self, eqn: Any, operand: Value, calls: tuple[Any, ...]) -> int:
         assert isinstance(operand, Stack)
         within = (*calls, eqn)
@@ -481,8 +577,7 @@ class _Flattener:
         """What was collected, without what no result and no effect needs."""
         values = (o.values if isinstance(o, Parts) else (o,) for o in outputs)
         wanted = {v for vs in values for v in vs}
-        if self._token is not None:
-            wanted.add(self._token)
+        wanted.update(self._tokens)
         equations = _live(self._equations, wanted)
         used = {v for e in equations for v in e.inputs if isinstance(v, int)}
         slices = tuple(
@@ -495,12 +590,11 @@ class _Flattener:
         return FlatJaxpr(tuple(self._types), equations, inputs, constants, outputs, slices)
 
 
-def _held(closed: Any, streaming: Streaming) -> Iterable[Type]:
-    jaxpr, consts = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
-    for i, v in enumerate(jaxpr.invars):
-        if i in streaming.on_host and _can_be_cut(v.aval.dtype):
-            yield Type.of(v.aval)
-    for array in consts:
+def _held(closed: Any, avals: Sequence[Any], streaming: Streaming) -> Iterable[Type]:
+    for i, aval in enumerate(avals):
+        if i in streaming.on_host and _can_be_cut(aval.dtype):
+            yield Type.of(aval)
+    for array in getattr(closed, "consts", ()):
         if streaming.is_on_host(array) and _can_be_cut(array.dtype):
             yield Type.of(array)
 
@@ -510,7 +604,8 @@ def _can_be_cut(dtype: Any) -> bool:
     return not is_key(dtype) and not is_packed(dtype)
 
 
-def _check_arguments(jaxpr: Any) -> None:
+def _check_arguments(closed: Any) -> None:
+    jaxpr = getattr(closed, "jaxpr", closed)
     for v in (*jaxpr.invars, *jaxpr.constvars):
         if compat.is_reference(v.aval):
             raise UnsupportedError(
@@ -543,7 +638,8 @@ def _live(equations: Sequence[Equation], wanted: set[int]) -> tuple[Equation, ..
     """Equations that a wanted value needs, in their order."""
     kept = []
     for equation in reversed(equations):
-        if wanted.isdisjoint(equation.outputs):
+        acts = equation.driven and equation.origin.effects
+        if wanted.isdisjoint(equation.outputs) and not acts:
             continue
         kept.append(equation)
         wanted.update(v for v in equation.inputs if isinstance(v, int))

@@ -34,6 +34,8 @@ class Streaming:
     largest: int
     arena: int
     rates: DeviceRates
+    # A loop without end known, or a branch, that holds more bytes than this is driven.
+    drive: int = 1 << 62
     # Positions of arguments that are in host memory, and whether a closed-over array is.
     on_host: frozenset[int] = frozenset()
     is_on_host: Callable[[Any], bool] = lambda array: False
@@ -95,9 +97,17 @@ def find_cuts(
     for t in held:
         if t.shape and t.shape[0] > 1 and t.nbytes > streaming.largest:
             fitting = streaming.largest // 4 * t.shape[0] // t.nbytes
-            fewest = -(-t.shape[0] // _MOST_PARTS)
+            fewest = max(-(-t.shape[0] // _MOST_PARTS), SMALL * t.shape[0] // t.nbytes)
             rows.setdefault(t.shape[0], max(1, fitting, fewest))
     return Cuts(frozenset(scans), rows)
+
+
+def is_driven(eqn: Any, streaming: Streaming) -> bool:
+    """Whether a `while` or a `cond` is too large to be one task."""
+    if eqn.primitive.name not in ("while", "cond"):
+        return False
+    sizes = [Type.of(v.aval).nbytes for v in (*eqn.invars, *eqn.outvars)]
+    return sum(sizes) + costs.inner_bytes(eqn) > streaming.drive
 
 
 def _iterations_per_part(eqn: Any, streaming: Streaming) -> int | None:

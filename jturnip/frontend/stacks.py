@@ -144,6 +144,32 @@ def on_rows(eqn: Any, cut: Sequence[bool], rows: int) -> Any:
     return jax.make_jaxpr(lambda *operands: bind(eqn, operands, **params))(*structs)
 
 
+def rows_taken(eqn: Any) -> tuple[tuple[int, int], bool]:
+    """First and past last row that a `slice` takes, none left out between them, or no row;
+    and whether it also takes a part of other axes."""
+    params = eqn.params
+    shape = eqn.invars[0].aval.shape
+    start, stop = params["start_indices"], params["limit_indices"]
+    strides = params["strides"] or (1,) * len(shape)
+    if not shape or strides[0] != 1:
+        return (0, 0), False
+    aside = any(
+        (a, b, s) != (0, n, 1)
+        for a, b, s, n in zip(start[1:], stop[1:], strides[1:], shape[1:], strict=True)
+    )
+    return (start[0], stop[0]), aside
+
+
+def sliced_aside(eqn: Any, rows: int) -> Any:
+    """What a `slice` takes of the other axes, once it has its rows."""
+    changed = {
+        "start_indices": (0, *eqn.params["start_indices"][1:]),
+        "limit_indices": (rows, *eqn.params["limit_indices"][1:]),
+    }
+    struct = Type.of(eqn.invars[0].aval).rows(rows).struct()
+    return jax.make_jaxpr(lambda array: bind(eqn, (array,), **changed))(struct)
+
+
 # -- small jaxprs of our own -----------------------------------------------------------
 
 

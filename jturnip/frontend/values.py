@@ -71,6 +71,9 @@ class Equation:
     effects: bool = False
     # Whether `origin` is ours; the user's line is then that of the innermost call.
     ours: bool = False
+    # Whether it is a loop or a branch that is too large for a task: what it calls is
+    # planned by itself, and it is driven from outside.
+    driven: bool = False
 
     @property
     def source(self) -> str:

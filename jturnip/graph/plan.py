@@ -1,6 +1,7 @@
 """A plan: the MemGraph with its figures, as the user sees it."""
 
 import json
+import textwrap
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +35,9 @@ class Plan:
     strategy: str
     taskgraph: TaskGraph = field(repr=False)
     memgraph: MemGraph = field(repr=False)
+    # Where a loop or a branch is driven (`strategy` "driven"): the plans of its pieces. The
+    # figures then count each piece once.
+    pieces: "tuple[Plan, ...]" = field(default=(), repr=False)
 
     def to_json_dict(self) -> dict[str, Any]:
         """The plan as plain data, schema 1, complete enough for another verifier."""
@@ -50,6 +54,8 @@ class Plan:
             )
         }
         plain = memgraph_to_json_dict(self.taskgraph, self.memgraph)
+        if self.pieces:
+            figures["pieces"] = [piece.to_json_dict() for piece in self.pieces]
         return {**plain, "gpu_bytes": self.gpu_bytes, **figures}
 
     def to_json(self) -> str:
@@ -58,6 +64,9 @@ class Plan:
 
     def summary(self) -> str:
         """A few lines for people."""
+        if self.pieces:
+            pieces = "\n".join(p.summary() for p in self.pieces)
+            return f"{len(self.pieces)} pieces, driven:\n" + textwrap.indent(pieces, "  ")
         kinds = [op.kind for op in self.memgraph.ops]
         lines = [
             f"strategy {self.strategy}, {kinds.count(OpKind.RUN)} tasks,"

@@ -10,7 +10,7 @@ import ctypes
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Container, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,17 +102,19 @@ class Assembly:
         self._of: dict[int, tuple[int, int, int, tuple[int, ...]]] = {}
         self._late: list[tuple[int, jax.Array]] = []
 
-    def take_over(self, leaves: Sequence[Any]) -> list[Any]:
-        """Takes the memory of donated arguments; the arguments to go on with.
+    def take_over(self, leaves: Sequence[Any], keep: Container[int] = ()) -> list[Any]:
+        """Takes the memory of donated arguments, but those to keep; the arguments to go on
+        with.
 
         Where somebody else knows that memory (numpy may), the new argument is a copy.
         """
         leaves = list(leaves)
         for number, result in enumerate(self._results):
-            in_place = result.argument is not None and _is_writable(leaves[result.argument])
-            if in_place:
-                given = leaves[result.argument]
-                taken = leaves[result.argument] = _moved(given.sharding)(given)
+            at = result.argument
+            in_place = at is not None and at not in keep and _is_writable(leaves[at])
+            if at is not None and in_place:
+                given = leaves[at]
+                taken = leaves[at] = _moved(given.sharding)(given)
                 given.delete()
                 self._taken[number] = taken
                 self._target.append(_writable(view(taken)))

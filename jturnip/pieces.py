@@ -1,0 +1,260 @@
+"""Programs that are driven: loops that repeat a plan, branches that choose one, chains."""
+
+import dataclasses
+import threading
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from jturnip import compat, placement
+from jturnip.compat import Device
+from jturnip.frontend.values import Parts
+from jturnip.graph.plan import Plan
+from jturnip.placement import Whose
+from jturnip.programs import Chain, Choice, Loop, Program, Stage, Straight
+from jturnip.runners import SplitRunner, let_go
+from jturnip.runtime.hoststacks import view
+from jturnip.runtime.link import SimulatedLink
+from jturnip.runtime.report import RunReport
+
+
+class Piece(Protocol):
+    """What takes flat arguments and gives flat results."""
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of it."""
+        ...
+
+    @property
+    def last_run(self) -> RunReport | None:
+        """What the last finished run did."""
+        ...
+
+    def run(self, leaves: Sequence[Any], keep: frozenset[int] = frozenset()) -> list[Any]:
+        """Runs once. Arguments at `keep` are not given up, even where the plan says so."""
+        ...
+
+
+def make_piece(program: Program, link: SimulatedLink | None) -> Piece:
+    """What runs a program."""
+    if isinstance(program, Straight):
+        return SplitRunner(program, link)
+    if isinstance(program, Loop):
+        return LoopRunner(program, link)
+    if isinstance(program, Choice):
+        return ChoiceRunner(program, link)
+    return ChainRunner(program, link)
+
+
+class PieceRunner:
+    """A piece with the tree of a function's results around it."""
+
+    def __init__(self, piece: Piece, out_tree: Any):
+        self.piece = piece
+        self.plan = piece.plan
+        self._out_tree = out_tree
+        # One run at a time: the budget is for all of them.
+        self._lock = threading.Lock()
+
+    @property
+    def last_run(self) -> RunReport | None:
+        """What the last finished run did."""
+        return self.piece.last_run
+
+    def run(self, leaves: Sequence[Any]) -> Any:
+        """Runs once."""
+        try:
+            with self._lock:
+                results = self.piece.run(leaves)
+        except BaseException as error:
+            let_go(error)
+            raise
+        return jax.tree.unflatten(self._out_tree, results)
+
+
+class LoopRunner:
+    """Repeats the body while it says so. What it says is in host memory when it ends, so
+    reading it waits for nothing."""
+
+    def __init__(self, loop: Loop, link: SimulatedLink | None):
+        self.plan = loop.plan
+        self.last_run: RunReport | None = None
+        self._loop = loop
+        self._condition = make_piece(loop.condition, link)
+        self._body = make_piece(loop.body, link)
+
+    def run(self, leaves: Sequence[Any], keep: frozenset[int] = frozenset()) -> list[Any]:
+        loop = self._loop
+        constants = list(leaves[: loop.of_condition + loop.of_body])
+        carried = list(leaves[len(constants) :])
+        kept = {i for i in range(len(carried)) if i + len(constants) in keep}
+        for i, (array, on_host) in enumerate(zip(carried, loop.on_host, strict=True)):
+            carried[i], ours = self._entering(array, on_host, i in kept, loop.used_up[i])
+            if ours:
+                kept.discard(i)
+        reports = []
+        asked = [*constants[: loop.of_condition], *carried]
+        (goes_on,) = self._condition.run(asked)
+        reports.append(self._condition.last_run)
+        del asked
+        body, resident = self._body, 0
+        try:
+            if isinstance(body, SplitRunner) and bool(np.asarray(goes_on)):
+                body.hold([*constants, *carried])
+                resident = body.resident_bytes
+            while bool(np.asarray(goes_on)):
+                arguments = [*constants, *carried]
+                carried.clear()
+                stay = frozenset(i + len(constants) for i in kept)
+                goes_on, *carried = body.run(arguments, stay)
+                reports.append(body.last_run)
+                # What came back as it was is still the caller's.
+                kept = {i for i in kept if carried[i] is arguments[i + len(constants)]}
+                del arguments
+        finally:
+            if isinstance(body, SplitRunner):
+                body.let_go()
+        report = together(reports)
+        moved = report.h2d_bytes + resident
+        self.last_run = dataclasses.replace(report, h2d_bytes=moved)
+        return carried
+
+    def _entering(
+        self, array: Any, on_host: bool, kept: bool, used_up: bool
+    ) -> tuple[Any, bool]:
+        """A carried array in its place, and whether the loop may use it up."""
+        if _is_on_host(array) != on_host:
+            moved = compat.copy_to(array, _sharding(_device(array), on_host))
+            if not kept:
+                jax.block_until_ready(moved)
+                array.delete()
+            return moved, True
+        if kept and used_up and not on_host:
+            return placement.copy(array), True
+        return array, not kept
+
+
+class ChoiceRunner:
+    """Runs the branch that an argument names."""
+
+    def __init__(self, choice: Choice, link: SimulatedLink | None):
+        self.plan = choice.plan
+        self.last_run: RunReport | None = None
+        self._branches = [make_piece(branch, link) for branch in choice.branches]
+
+    def run(self, leaves: Sequence[Any], keep: frozenset[int] = frozenset()) -> list[Any]:
+        index, *operands = leaves
+        chosen = min(max(int(np.asarray(index)), 0), len(self._branches) - 1)
+        branch = self._branches[chosen]
+        results = branch.run(operands, frozenset(i - 1 for i in keep))
+        self.last_run = branch.last_run
+        return results
+
+
+class ChainRunner:
+    """Runs programs one after the other, and holds what goes from one to the next."""
+
+    def __init__(self, chain: Chain, link: SimulatedLink | None):
+        self.plan = chain.plan
+        self.last_run: RunReport | None = None
+        self._chain = chain
+        self._device = chain.arguments.device
+        self._stages = [(s, make_piece(s.program, link)) for s in chain.stages]
+
+    def run(self, leaves: Sequence[Any], keep: frozenset[int] = frozenset()) -> list[Any]:
+        chain = self._chain
+        values: dict[int, Any] = {}
+        # The caller's arrays: nothing may use them up.
+        theirs: set[int] = set()
+        for i, (v, leaf) in enumerate(zip(chain.flat.inputs, leaves, strict=True)):
+            whose = chain.arguments.whose[i]
+            values[v] = self._placed(leaf, whose)
+            if i in keep or not (whose.donated or whose.ours):
+                theirs.add(id(values[v]))
+        for v, array in chain.constants:
+            whose = placement.whose(array, False)
+            values[v] = self._placed(array, whose)
+            theirs.add(id(values[v]))
+        reports = []
+        for stage, piece in self._stages:
+            self._run_stage(stage, piece, values, theirs)
+            report = piece.last_run
+            assert report is not None
+            peak = report.peak_bytes + stage.waiting
+            reports.append(dataclasses.replace(report, peak_bytes=peak))
+        self.last_run = together(reports)
+        return [
+            self._result(at, output, values, theirs)
+            for at, output in enumerate(chain.flat.outputs)
+        ]
+
+    def _run_stage(
+        self, stage: Stage, piece: Piece, values: dict[int, Any], theirs: set[int]
+    ) -> None:
+        arguments = [values[v] for v in stage.reads]
+        over = frozenset(stage.over)
+        keep = frozenset(
+            i for i, v in enumerate(stage.reads) if v not in over or id(values[v]) in theirs
+        )
+        results = piece.run(arguments, keep)
+        for v in over:
+            values.pop(v, None)
+        there = {id(array) for array in values.values()}
+        for v, array in zip(stage.writes, results, strict=True):
+            if v in stage.unread:
+                continue
+            # A loop that never ran gives back what it was given.
+            values[v] = placement.copy(array) if id(array) in there else array
+            there.add(id(values[v]))
+
+    def _placed(self, leaf: Any, whose: Whose) -> Any:
+        if isinstance(leaf, jax.Array) and not whose.ours:
+            return leaf
+        return jax.device_put(leaf, _sharding(self._device, whose.on_host))
+
+    def _result(
+        self, at: int, output: int | Parts, values: dict[int, Any], theirs: set[int]
+    ) -> Any:
+        host = _sharding(self._device, on_host=True)
+        if isinstance(output, Parts):
+            parts = [view(values.pop(v)) for v in output.values]
+            return jax.device_put(np.concatenate(parts), host)
+        array = values[output]
+        if output in self._chain.flat.inputs:
+            return array
+        if id(array) in theirs:
+            array = placement.copy(array)
+        if at in self._chain.to_host and not _is_on_host(array):
+            array = compat.copy_to(array, host)
+        committed = _is_on_host(array) or self._chain.arguments.committed
+        return compat.settled(array, committed)
+
+
+def together(reports: Sequence[RunReport | None]) -> RunReport:
+    """What several runs did, one after the other."""
+    done = [r for r in reports if r is not None]
+    return RunReport(
+        strategy="driven",
+        seconds=sum(r.seconds for r in done),
+        stall_seconds=sum(r.stall_seconds for r in done),
+        h2d_bytes=sum(r.h2d_bytes for r in done),
+        d2h_bytes=sum(r.d2h_bytes for r in done),
+        peak_bytes=max((r.peak_bytes for r in done), default=0),
+        compute_seconds=sum(r.compute_seconds for r in done),
+    )
+
+
+def _is_on_host(array: Any) -> bool:
+    return array.sharding.memory_kind != "device"
+
+
+def _device(array: Any) -> Device:
+    return next(iter(array.devices()))
+
+
+def _sharding(device: Device, on_host: bool) -> jax.sharding.Sharding:
+    kind = "pinned_host" if on_host else "device"
+    return jax.sharding.SingleDeviceSharding(device, memory_kind=kind)

@@ -1,0 +1,598 @@
+"""A function as programs: pieces that are planned whole, and what chooses among them.
+
+Most functions are one `Straight` program: one plan for all tasks. A loop of unknown length
+or a branch that is too large to be a task cannot be in a plan, since nobody knows how often
+it will run. Then the function is a `Chain`: straight programs with a `Loop` or a `Choice`
+between them, whose bodies are programs again. Arrays are handed over where they lie: the
+place in which each piece leaves its results is where the next is planned to find them.
+"""
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from jturnip import lowering
+from jturnip.compiler.report import CompileReport
+from jturnip.errors import DoesNotFit
+from jturnip.frontend.jaxpr import Condition, argument_avals, flatten
+from jturnip.frontend.loops import SMALL
+from jturnip.frontend.values import Equation, FlatJaxpr, Parts, Slice
+from jturnip.graph.memgraph import MemGraph
+from jturnip.graph.plan import Plan
+from jturnip.graph.taskgraph import TaskGraph
+from jturnip.lowering import Split
+from jturnip.placement import Arguments, Whose
+from jturnip.runtime.link import SimulatedLink
+from jturnip.runtime.schedule import Schedule
+
+
+# What a loop carries is on the device if together it takes no more than this share of the
+# budget; what only waits for a loop to end, if it is no larger than this.
+_CARRIED = 4
+# How often the budget that a refusal asks for is tried, to find what comes after it.
+_TRIES = 32
+_WAITING = 16
+
+
+@dataclass(frozen=True, slots=True)
+class How:
+    """How programs are made, beside the budget."""
+
+    strategy: str
+    link: SimulatedLink | None
+    # Whether tasks are run on zeros first, to know their times.
+    measured: bool
+    # Whether every equation is a task of its own.
+    finest: bool = False
+    # Whether it is for the body of a loop, run many times with the same constants.
+    repeated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Straight:
+    """Tasks under one plan."""
+
+    split: Split
+    plan: Plan
+    schedule: Schedule
+
+    @property
+    def ends_on_host(self) -> tuple[bool, ...]:
+        """Whether each result is in host memory at the end."""
+        split, memgraph = self.split, self.plan.memgraph
+        ends = dict(zip(split.graph.outputs, memgraph.outputs_at_end, strict=True))
+        held = dict(zip(split.flat.inputs, split.arguments.whose, strict=True))
+        return tuple(
+            isinstance(o, Parts)
+            or (
+                held[o].on_host
+                if o in held
+                else memgraph.instances[ends[split.buffers[o]]].on_host
+            )
+            for o in split.flat.outputs
+        )
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes that are put on the device before many runs."""
+        buffers = self.split.graph.buffers
+        return sum(buffers[b].nbytes for b in self.split.resident)
+
+    @property
+    def report(self) -> CompileReport:
+        return self.split.compile_report
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """A `while`: its arguments are the condition's constants, the body's, and what is
+    carried."""
+
+    plan: Plan
+    # Numbers of constants.
+    of_condition: int
+    of_body: int
+    # Of the condition's constants and what is carried: whether to begin.
+    condition: "Program"
+    # Of everything: whether to go on, and what is carried on.
+    body: "Program"
+    # Whether each carried value is in host memory between iterations, and whether the body
+    # uses up the array it is given.
+    on_host: tuple[bool, ...]
+    used_up: tuple[bool, ...]
+
+    @property
+    def ends_on_host(self) -> tuple[bool, ...]:
+        return self.on_host
+
+    @property
+    def report(self) -> CompileReport:
+        return self.condition.report.beside(self.body.report)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A `cond`: its arguments are the number of the branch, and the branches' arguments."""
+
+    plan: Plan
+    branches: tuple["Program", ...]
+    ends_on_host: tuple[bool, ...]
+
+    @property
+    def report(self) -> CompileReport:
+        first, *rest = (b.report for b in self.branches)
+        for report in rest:
+            first = first.beside(report)
+        return first
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A program in a chain, with the values it reads and writes."""
+
+    program: "Program"
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    # Values that nothing needs any more after it, and those it writes for nobody.
+    over: tuple[int, ...]
+    unread: frozenset[int]
+    # Device bytes that others take while it runs.
+    waiting: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """Programs one after the other."""
+
+    plan: Plan
+    flat: FlatJaxpr
+    arguments: Arguments
+    # Closed-over arrays that loops and branches read.
+    constants: tuple[tuple[int, Any], ...]
+    stages: tuple[Stage, ...]
+    # Results that must end in host memory, by position.
+    to_host: frozenset[int]
+    ends_on_host: tuple[bool, ...]
+
+    @property
+    def report(self) -> CompileReport:
+        first, *rest = (s.program.report for s in self.stages)
+        for report in rest:
+            first = first.beside(report)
+        return first
+
+
+Program: TypeAlias = Straight | Loop | Choice | Chain
+
+
+def make_program(
+    closed: Any,
+    forwarded: Collection[int],
+    arguments: Arguments,
+    gpu_bytes: int,
+    how: How,
+    to_host: frozenset[int] = frozenset(),
+    condition: Condition | None = None,
+) -> Program:
+    """Takes a function apart, compiles its tasks and plans them.
+
+    Args:
+      closed: the function's jaxpr.
+      forwarded: positions of arguments that may be returned as they are.
+      arguments: how the arguments are held.
+      gpu_bytes: the budget, in bytes.
+      how: the user's choices.
+      to_host: positions of results that must end in host memory.
+      condition: for the body of a loop; its constants come first among the arguments, and
+        what it says first among the results.
+
+    Raises:
+      DoesNotFit: where a single equation, or the caller's own arrays, need more.
+      HostMemoryError: where the host cannot hold what must leave the device.
+      UnsupportedError: for what cannot be taken apart.
+    """
+    avals = argument_avals(closed, condition)
+    refusal: DoesNotFit | None = None
+    for attempt in range(lowering.ATTEMPTS):
+        streaming = lowering.streaming(avals, arguments, gpu_bytes, attempt)
+        flat = flatten(closed, forwarded, streaming, condition)
+        try:
+            if any(e.driven for e in flat.equations):
+                tight = attempt == lowering.ATTEMPTS - 1
+                once = dataclasses.replace(how, repeated=False)
+                return _chain(flat, arguments, gpu_bytes, once, to_host, tight)
+            return _straight(flat, arguments, gpu_bytes, how, to_host)
+        except DoesNotFit as error:
+            if refusal is None or error.needed_bytes < refusal.needed_bytes:
+                refusal = error
+            if not any(e.name in ("scan", "while", "cond") for e in flat.equations):
+                break
+    assert refusal is not None
+    raise refusal
+
+
+def smallest_refusal(make: Callable[[int], Program], refusal: DoesNotFit) -> DoesNotFit:
+    """The refusal with the budget in which all pieces of a chain can be planned.
+
+    A piece that does not fit hides those after it: so the budget it asks for is tried.
+
+    Args:
+      make: makes the program in a budget.
+      refusal: of a smaller budget.
+    """
+    budget = refusal.needed_bytes
+    for _ in range(_TRIES):
+        try:
+            make(budget)
+        except DoesNotFit as error:
+            budget = max(error.needed_bytes, budget + budget // 32)
+            refusal = error.for_(refusal.gpu_bytes, budget)
+        else:
+            break
+    return refusal
+
+
+def remeasured(program: Program, gpu_bytes: int, how: How) -> Program | None:
+    """The same with measured times, where that changes nothing else; else None."""
+    if not isinstance(program, Straight):
+        return None
+    return _planned(lowering.measure(program.split, gpu_bytes), gpu_bytes, how)
+
+
+def _straight(
+    flat: FlatJaxpr,
+    arguments: Arguments,
+    gpu_bytes: int,
+    how: How,
+    to_host: Collection[int],
+) -> Straight:
+    split = lowering.split(flat, arguments, gpu_bytes, to_host, how.finest, how.repeated)
+    if how.measured:
+        split = lowering.measure(split, gpu_bytes)
+    return _planned(split, gpu_bytes, how)
+
+
+def _planned(split: Split, gpu_bytes: int, how: How) -> Straight:
+    plan, schedule = lowering.make_plan(split, gpu_bytes, how.strategy, how.link)
+    return Straight(split, plan, schedule)
+
+
+# -- chains ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """Where a value is between stages."""
+
+    on_host: bool
+    # Whether it may be used up; else the caller keeps it.
+    ours: bool
+    nbytes: int
+    name: str
+
+    @property
+    def whose(self) -> Whose:
+        if self.on_host:
+            return Whose.DONATED_HOST if self.ours else Whose.CALLER_HOST
+        return Whose.DONATED_DEVICE if self.ours else Whose.CALLER_DEVICE
+
+    def kept(self) -> "_Held":
+        return dataclasses.replace(self, ours=False)
+
+
+def _chain(
+    flat: FlatJaxpr,
+    arguments: Arguments,
+    gpu_bytes: int,
+    how: How,
+    to_host: frozenset[int],
+    tight: bool,
+) -> Chain:
+    """Programs for a function with driven equations.
+
+    Args:
+      tight: whether whatever is between pieces goes to host memory.
+    """
+    arguments = lowering.kept(arguments, flat)
+    to_host |= frozenset(lowering.reuses(flat, arguments))
+    pieces = list(_pieces(flat))
+    last_use = _last_uses(flat, pieces)
+    constants = _read_by_driven(flat, pieces)
+    held = _held_at_start(flat, arguments, constants)
+    stages: list[Stage] = []
+    for k, piece in enumerate(pieces):
+        there = {v: held[v] for v in piece.reads}
+        mine = {v: h if last_use[v] == k else h.kept() for v, h in there.items()}
+        waiting = sum(
+            h.nbytes
+            for v, h in held.items()
+            if not h.on_host and v not in mine and (not h.ours or last_use.get(v, -1) >= k)
+        )
+        room = gpu_bytes - waiting
+        ahead = pieces[k + 1] if k + 1 < len(pieces) else None
+        away = _away(flat, piece, ahead, 0 if tight else gpu_bytes, to_host)
+        try:
+            if isinstance(piece.work, Equation):
+                made = _driven(piece.work, mine, arguments, room, how)
+            else:
+                own = _arguments(arguments, mine.values())
+                made = _straight(piece.work, own, room, how, away)
+        except DoesNotFit as error:
+            raise error.beside(waiting) from None
+        for v, on_host in zip(piece.writes, made.ends_on_host, strict=True):
+            nbytes = flat.types[v].nbytes
+            held[v] = _Held(on_host, True, nbytes, f"a result of {_name(piece)}")
+        over = tuple(v for v in piece.reads if last_use[v] == k and held[v].ours)
+        unread = frozenset(v for v in piece.writes if last_use[v] == k)
+        stages.append(Stage(made, piece.reads, piece.writes, over, unread, waiting))
+    ends = tuple(
+        isinstance(o, Parts) or at in to_host or held[o].on_host
+        for at, o in enumerate(flat.outputs)
+    )
+    plan = _together([s.program.plan for s in stages], gpu_bytes)
+    peak = max(s.program.plan.peak_bytes + s.waiting for s in stages)
+    plan = dataclasses.replace(plan, peak_bytes=peak)
+    used = tuple((v, a) for v, a in flat.constants if v in constants)
+    return Chain(plan, flat, arguments, used, tuple(stages), to_host, ends)
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Some equations of a chain as a function, or a driven one."""
+
+    work: FlatJaxpr | Equation
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+
+
+def _name(piece: _Piece) -> str:
+    if isinstance(piece.work, Equation):
+        return f'"{piece.work.name}" ({piece.work.source or "unknown line"})'
+    return "the tasks before"
+
+
+def _pieces(flat: FlatJaxpr) -> Iterator[_Piece]:
+    runs: list[list[Equation]] = [[]]
+    driven: list[Equation] = []
+    for equation in flat.equations:
+        if equation.driven:
+            driven.append(equation)
+            runs.append([])
+        else:
+            runs[-1].append(equation)
+    needed: list[set[int]] = []  # after each run
+    later = set(flat.result_values)
+    for k in range(len(runs) - 1, -1, -1):
+        needed.append(set(later))
+        later.update(v for e in runs[k] for v in e.inputs if isinstance(v, int))
+        if k:
+            later.update(v for v in driven[k - 1].inputs if isinstance(v, int))
+    needed.reverse()
+    for k, run in enumerate(runs):
+        if run:
+            yield _run(flat, run, needed[k])
+        if k < len(driven):
+            reads = tuple(v for v in driven[k].inputs if isinstance(v, int))
+            yield _Piece(driven[k], reads, driven[k].outputs)
+
+
+def _run(flat: FlatJaxpr, run: Sequence[Equation], needed: set[int]) -> _Piece:
+    written = {v for e in run for v in e.outputs}
+    entering = {
+        v: None for e in run for v in e.inputs if isinstance(v, int) and v not in written
+    }
+    constants = tuple((v, a) for v, a in flat.constants if v in entering)
+    of_constants = {v for v, _ in flat.constants}
+    slices: list[Slice] = [s for s in flat.slices if s.value in entering]
+    sources = dict.fromkeys(s.source for s in slices)
+    constants += tuple(
+        (v, a) for v, a in flat.constants if v in sources and v not in entering
+    )
+    cut = {s.value for s in slices}
+    reads = tuple(
+        v
+        for v in dict.fromkeys((*entering, *sources))
+        if v not in cut and v not in of_constants
+    )
+    writes = tuple(v for e in run for v in e.outputs if v in needed)
+    work = FlatJaxpr(flat.types, tuple(run), reads, constants, writes, tuple(slices))
+    return _Piece(work, reads, writes)
+
+
+def _last_uses(flat: FlatJaxpr, pieces: Sequence[_Piece]) -> dict[int, int]:
+    last: dict[int, int] = {}
+    for k, piece in enumerate(pieces):
+        last.update(dict.fromkeys((*piece.writes, *piece.reads), k))
+    last.update(dict.fromkeys(flat.result_values, len(pieces)))
+    return last
+
+
+def _read_by_driven(flat: FlatJaxpr, pieces: Sequence[_Piece]) -> frozenset[int]:
+    read = {v for p in pieces if isinstance(p.work, Equation) for v in p.reads}
+    return frozenset(v for v, _ in flat.constants if v in read)
+
+
+def _held_at_start(
+    flat: FlatJaxpr, arguments: Arguments, constants: Collection[int]
+) -> dict[int, _Held]:
+    held: dict[int, _Held] = {}
+    for v, w, name in zip(flat.inputs, arguments.whose, arguments.names, strict=True):
+        held[v] = _Held(w.on_host, w.donated or w.ours, flat.types[v].nbytes, name)
+    for number, (v, array) in enumerate(flat.constants):
+        if v in constants:
+            on_host = lowering.constant_whose(array).on_host
+            name = f"closed-over array {number}"
+            held[v] = _Held(on_host, False, flat.types[v].nbytes, name)
+    return held
+
+
+def _arguments(like: Arguments, held: Iterable[_Held]) -> Arguments:
+    held = list(held)
+    return dataclasses.replace(
+        like,
+        whose=tuple(h.whose for h in held),
+        names=tuple(h.name for h in held),
+    )
+
+
+def _away(
+    flat: FlatJaxpr,
+    piece: _Piece,
+    ahead: _Piece | None,
+    gpu_bytes: int,
+    to_host: Collection[int],
+) -> frozenset[int]:
+    """Results of a straight piece that go to host memory, by position: results of the
+    function that must, what only waits for the loop ahead to end, and what is large."""
+    ending: set[int] = set()
+    for at, output in enumerate(flat.outputs):
+        values = output.values if isinstance(output, Parts) else (output,)
+        if isinstance(output, Parts) or at in to_host:
+            ending.update(values)
+    away = set()
+    for at, v in enumerate(piece.writes):
+        nbytes = flat.types[v].nbytes
+        waits = ahead is not None and v not in ahead.reads
+        share = _WAITING if waits else _CARRIED
+        large = nbytes > min(SMALL, gpu_bytes) and nbytes > gpu_bytes // share
+        if v in ending or large:
+            away.add(at)
+    return frozenset(away)
+
+
+# -- loops and branches ----------------------------------------------------------------
+
+
+def _driven(
+    equation: Equation,
+    held: Mapping[int, _Held],
+    arguments: Arguments,
+    room: int,
+    how: How,
+) -> Program:
+    operands = [held[v] for v in equation.inputs if isinstance(v, int)]
+    make = _loop if equation.name == "while" else _choice
+    return make(equation, operands, arguments, room, how)
+
+
+def _loop(
+    equation: Equation,
+    operands: Sequence[_Held],
+    arguments: Arguments,
+    room: int,
+    how: How,
+) -> Loop:
+    params = equation.origin.params
+    of_condition, of_body = params["cond_nconsts"], params["body_nconsts"]
+    constants = [h.kept() for h in operands[: of_condition + of_body]]
+    carried = operands[of_condition + of_body :]
+    # A carried array that the caller keeps on the device is copied: it stays there.
+    staying = sum(h.nbytes for h in carried if not h.ours and not h.on_host)
+    room -= staying
+    on_host = _carried_on_host(carried, room)
+    condition = Condition(params["cond_jaxpr"], of_condition)
+    given = range(len(constants), len(operands))
+    often = dataclasses.replace(how, repeated=True)
+    while True:
+        state = [
+            dataclasses.replace(h, on_host=away, ours=True)
+            for h, away in zip(carried, on_host, strict=True)
+        ]
+        own = _arguments(arguments, [*constants, *state])
+        to_host = frozenset([0, *(i + 1 for i, away in enumerate(on_host) if away)])
+        try:
+            body = make_program(
+                params["body_jaxpr"], given, own, room, often, to_host, condition
+            )
+        except DoesNotFit as error:
+            largest = _largest_on_device(carried, on_host)
+            if largest is None:
+                raise error.beside(staying) from None
+            on_host[largest] = True
+            continue
+        moved = [
+            i for i, away in enumerate(body.ends_on_host[1:]) if away and not on_host[i]
+        ]
+        if not moved:
+            break
+        for i in moved:
+            on_host[i] = True
+    asked = _arguments(arguments, [*constants[:of_condition], *(h.kept() for h in state)])
+    try:
+        begin = make_program(params["cond_jaxpr"], (), asked, room, how, frozenset([0]))
+    except DoesNotFit as error:
+        raise error.beside(staying) from None
+    used_up = _used_up(body)[of_condition + of_body :]
+    plan = _together([begin.plan, body.plan], room)
+    if isinstance(body, Straight):
+        plan = dataclasses.replace(plan, h2d_bytes=plan.h2d_bytes + body.resident_bytes)
+    return Loop(plan, of_condition, of_body, begin, body, tuple(on_host), used_up)
+
+
+def _carried_on_host(carried: Sequence[_Held], room: int) -> list[bool]:
+    """The smallest stay on the device, up to a share of the budget."""
+    on_host = [True] * len(carried)
+    total = 0
+    for i in sorted(range(len(carried)), key=lambda i: carried[i].nbytes):
+        total += carried[i].nbytes
+        if total > room // _CARRIED:
+            break
+        on_host[i] = False
+    return on_host
+
+
+def _largest_on_device(carried: Sequence[_Held], on_host: Sequence[bool]) -> int | None:
+    there = [i for i, away in enumerate(on_host) if not away]
+    return max(there, key=lambda i: carried[i].nbytes, default=None)
+
+
+def _used_up(program: Program) -> tuple[bool, ...]:
+    if isinstance(program, Straight):
+        return tuple(w.donated for w in program.split.arguments.whose)
+    assert isinstance(program, Chain)
+    return tuple(w.donated for w in program.arguments.whose)
+
+
+def _choice(
+    equation: Equation,
+    operands: Sequence[_Held],
+    arguments: Arguments,
+    room: int,
+    how: How,
+) -> Choice:
+    _, *operands = operands
+    own = _arguments(arguments, operands)
+    given = [i for i, h in enumerate(operands) if h.ours]
+    to_host: frozenset[int] = frozenset()
+    while True:
+        branches = tuple(
+            make_program(branch, given, own, room, how, to_host)
+            for branch in equation.origin.params["branches"]
+        )
+        ends = [b.ends_on_host for b in branches]
+        away = frozenset(i for one in ends for i, on_host in enumerate(one) if on_host)
+        if away == to_host:
+            break
+        to_host = away
+    places = tuple(i in to_host for i in range(len(equation.origin.outvars)))
+    plan = _together([b.plan for b in branches], room)
+    return Choice(plan, branches, places)
+
+
+def _together(plans: Sequence[Plan], gpu_bytes: int) -> Plan:
+    """The plan of pieces that run one after the other, each once."""
+    total: Callable[[str], Any] = lambda name: sum(getattr(p, name) for p in plans)
+    return Plan(
+        gpu_bytes=gpu_bytes,
+        peak_bytes=max(p.peak_bytes for p in plans),
+        h2d_bytes=total("h2d_bytes"),
+        d2h_bytes=total("d2h_bytes"),
+        host_bytes=max(p.host_bytes for p in plans),
+        predicted_seconds=total("predicted_seconds"),
+        lower_bound_seconds=total("lower_bound_seconds"),
+        strategy="driven",
+        taskgraph=TaskGraph((), (), ()),
+        memgraph=MemGraph(gpu_bytes, (), (), (), ()),
+        pieces=tuple(plans),
+    )

@@ -1,0 +1,358 @@
+"""Loops of unknown length and branches, too large for a task: planned pieces, driven."""
+
+import functools
+import logging
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import (
+    Holdings,
+    assert_same,
+    layers,
+    memory_kinds,
+    on_device,
+    on_host,
+    smallest_budget,
+    unconstrained_peak,
+)
+from jax import lax
+from jax.experimental import io_callback
+
+import jturnip
+from jturnip.models import llama
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation() -> Iterator[None]:
+    """What runs when is tested here, not how fast."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+WEIGHTS = layers(6)
+LAYER = WEIGHTS[0].nbytes
+X = np.random.default_rng(0).normal(size=(8, 128)).astype(np.float32)
+
+
+def tower(weights: Any, x: Any) -> Any:
+    for weight in weights:
+        x = jnp.tanh(x @ weight)
+    return x
+
+
+def until_large(weights: Any, x: Any) -> Any:
+    def goes_on(state: Any) -> Any:
+        step, x, _ = state
+        return (step < 5) & (jnp.abs(x).max() < 10)
+
+    def body(state: Any) -> Any:
+        step, x, log = state
+        x = tower(weights, x)
+        return step + 1, x, log.at[step].set(x[0])
+
+    return lax.while_loop(goes_on, body, (0, x, jnp.zeros((5, 128))))
+
+
+def counted(weights: Any, x: Any) -> Any:
+    """A loop between two other pieces, with values that wait for its end."""
+    before = jnp.sin(x) @ weights[0]
+    x = lax.fori_loop(0, jnp.int32(3), lambda i, x: tower(weights, x) + i, before)
+    return x @ weights[1] + before, before
+
+
+def weights_in_the_carry(weights: Any, x: Any) -> Any:
+    body = lambda state: (state[0] + 1, state[1], tower(state[1], state[2]))
+    return lax.while_loop(lambda state: state[0] < 3, body, (0, weights, x))[2]
+
+
+def carried_by_turns(weights: Any, x: Any) -> Any:
+    """What is carried changes its place in every iteration."""
+
+    def body(state: Any) -> Any:
+        step, one, other = state
+        return step + 1, other, jnp.tanh(one @ weights[0] + other @ weights[1])
+
+    return lax.while_loop(lambda state: state[0] < 4, body, (0, x, x * 2))
+
+
+def condition_with_weights(weights: Any, x: Any) -> Any:
+    goes_on = lambda x: jnp.abs(tower(weights, x)).sum() > 1e-3
+    return lax.while_loop(goes_on, lambda x: x * 0.25, x)
+
+
+def inside_each_other(weights: Any, x: Any) -> Any:
+    def outer(state: Any) -> Any:
+        step, x = state
+        x = lax.fori_loop(0, step + 1, lambda _, x: tower(weights, x), x)
+        return step + 1, x * 2
+
+    return lax.while_loop(lambda state: state[0] < 3, outer, (0, x))
+
+
+def branches(weights: Any, x: Any) -> Any:
+    x = lax.cond(x[0, 0] > 100, lambda x: x * 2, lambda x: tower(weights, x), x)
+    choices = [lambda x: x + 1, lambda x: tower(weights[::-1], x), lambda x: x]
+    return lax.switch((x[0, 0] > -2).astype(jnp.int32), choices, x) @ weights[2]
+
+
+def branch_in_a_loop(weights: Any, x: Any) -> Any:
+    def body(i: Any, x: Any) -> Any:
+        even = functools.partial(tower, weights)
+        return lax.cond(i % 2 == 0, even, lambda x: x @ weights[3], x)
+
+    return lax.fori_loop(0, jnp.int32(3), body, x)
+
+
+def scan_in_a_loop(weights: Any, x: Any) -> Any:
+    stack = jnp.stack(weights)
+    step = lambda x, weight: (jnp.tanh(x @ weight), None)
+    return lax.fori_loop(0, jnp.int32(3), lambda _, x: lax.scan(step, x, stack)[0], x)
+
+
+def loop_in_a_scan(weights: Any, x: Any) -> Any:
+    def step(x: Any, weight: Any) -> Any:
+        return lax.fori_loop(0, jnp.int32(3), lambda _, x: jnp.tanh(x @ weight), x), x[0]
+
+    return lax.scan(step, x, jnp.stack(weights))
+
+
+def never(weights: Any, x: Any) -> Any:
+    return lax.while_loop(lambda x: x[0, 0] > 100, lambda x: tower(weights, x), x)
+
+
+PROGRAMS = [
+    until_large,
+    counted,
+    weights_in_the_carry,
+    carried_by_turns,
+    condition_with_weights,
+    inside_each_other,
+    branches,
+    branch_in_a_loop,
+    scan_in_a_loop,
+    loop_in_a_scan,
+    never,
+]
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.__name__)
+def test_loops_and_branches_in_less_than_they_need(program):
+    expected = jax.jit(program)(WEIGHTS, X)
+    smallest = smallest_budget(program, WEIGHTS, X)
+    third = max(smallest, unconstrained_peak(program, WEIGHTS, X) // 3)
+    for gpu_bytes in {smallest, third}:
+        for arguments in ((WEIGHTS, X), jturnip.host((WEIGHTS, X))):
+            fn = jturnip.jit(program, gpu_bytes, strategy="turnip")
+            for _ in range(2):
+                assert_same(fn(*arguments), expected)
+            assert fn.last_run.peak_bytes <= gpu_bytes
+    assert smallest < unconstrained_peak(program, WEIGHTS, X)
+
+
+@pytest.mark.parametrize("where", ["device", "host"])
+@pytest.mark.parametrize("program", [never, until_large, weights_in_the_carry, branches])
+def test_what_the_caller_keeps_is_not_used_up(program, where):
+    place = on_device() if where == "device" else on_host()
+    x = jax.device_put(X, place)
+    weights = jturnip.host(WEIGHTS)
+    gpu_bytes = smallest_budget(program, weights, x)
+    fn = jturnip.jit(program, gpu_bytes, strategy="turnip")
+    first = fn(weights, x)
+    assert not x.is_deleted()
+    assert not any(w.is_deleted() for w in weights)
+    for result in jax.tree.leaves(first):
+        assert result is not x
+    assert_same(fn(weights, x), jax.jit(program)(WEIGHTS, X))
+
+
+@pytest.mark.parametrize("where", ["device", "host"])
+@pytest.mark.parametrize("program", [never, until_large, counted, branches])
+def test_what_is_donated_is_given_up(program, where):
+    place = on_device() if where == "device" else on_host()
+    x = jax.device_put(X.copy(), place, may_alias=False)
+    weights = jturnip.host(WEIGHTS)
+    gpu_bytes = smallest_budget(program, weights, x, donate_argnums=1)
+    fn = jturnip.jit(program, gpu_bytes, strategy="turnip", donate_argnums=1)
+    result = fn(weights, x)
+    assert_same(result, jax.jit(program)(WEIGHTS, X))
+    assert x.is_deleted() or any(leaf is x for leaf in jax.tree.leaves(result))
+
+
+def test_a_large_carry_stays_in_host_memory():
+    def program(weights, x):
+        def body(state):
+            step, cache, x = state
+            x = tower(weights, x)
+            return step + 1, [c + x.sum() for c in cache], x
+
+        cache = [jnp.zeros((256, 256)) + k for k in range(4)]
+        return lax.while_loop(lambda state: state[0] < 3, body, (0, cache, x))
+
+    gpu_bytes = 12 * LAYER
+    fn = jturnip.jit(program, gpu_bytes, strategy="turnip")
+    _, cache, _ = result = fn(WEIGHTS, X)
+    assert_same(result, jax.jit(program)(WEIGHTS, X))
+    assert fn.last_run.peak_bytes <= gpu_bytes
+    assert "pinned_host" in memory_kinds(cache)
+
+
+def test_weights_that_fit_stay_on_the_device_while_the_loop_runs():
+    """With room for half of the weights, less than all of them travel each time."""
+
+    def program(weights, x):
+        body = lambda state: (state[0] + 1, tower(weights, state[1]))
+        return lax.while_loop(lambda state: state[0] < 10, body, (0, x))
+
+    weights = jturnip.host(layers(16))
+    fn = jturnip.jit(program, 10 * LAYER)
+    fn(weights, X)
+    moved = fn.last_run.h2d_bytes
+    assert fn.last_run.strategy == "driven"
+    assert moved < 0.75 * 10 * 16 * LAYER
+    assert_same(fn(weights, X), jax.jit(program)(layers(16), X))
+
+
+def test_nothing_is_left_after_a_loop():
+    fn = jturnip.jit(until_large, smallest_budget(until_large, WEIGHTS, X))
+    fn(WEIGHTS, X)
+    holdings = Holdings()
+    for _ in range(3):
+        fn(WEIGHTS, X)
+    assert holdings.new_arrays() == []
+    assert holdings.new_threads() == []
+
+
+def test_effects_in_driven_loops_are_in_order():
+    log: list[Any] = []
+    note = lambda name, k: log.append((name, int(k)))
+
+    def program(weights, x):
+        io_callback(functools.partial(note, "before"), None, 0, ordered=True)
+
+        def body(i, x):
+            io_callback(functools.partial(note, "in"), None, i, ordered=True)
+            x = tower(weights, x)
+            jax.debug.callback(functools.partial(note, "end"), i, ordered=True)
+            return x
+
+        lax.fori_loop(0, jnp.int32(3), body, x)  # nobody reads its result
+        io_callback(functools.partial(note, "after"), None, 9, ordered=True)
+        return x * 2
+
+    jax.block_until_ready(jax.jit(program)(WEIGHTS, X))
+    jax.effects_barrier()
+    wanted, log[:] = list(log), []
+    fn = jturnip.jit(program, smallest_budget(program, WEIGHTS, X), strategy="turnip")
+    log.clear()
+    fn(WEIGHTS, X)
+    jax.effects_barrier()
+    assert fn.last_run.strategy == "driven"
+    assert log == wanted
+
+
+def test_an_error_in_a_driven_body_leaves_nothing(caplog):
+    def fails(x):
+        raise RuntimeError("no such file")
+
+    def program(weights, x):
+        def body(state):
+            step, x = state
+            x = tower(weights, x)
+            return step + 1, x + jax.pure_callback(fails, jax.typeof(x), x)
+
+        return lax.while_loop(lambda state: state[0] < 3, body, (0, x))
+
+    fn = jturnip.jit(program, smallest_budget(program, WEIGHTS, X), strategy="turnip")
+    arguments = jturnip.host((WEIGHTS, X))
+    holdings = Holdings()
+    # JAX logs the error, and with it the frames that hold its arguments.
+    caplog.set_level(logging.CRITICAL + 1)
+    with pytest.raises(jturnip.ExecutionError, match="no such file"):
+        fn(*arguments)
+    assert holdings.new_arrays() == []
+    assert not any(a.is_deleted() for a in jax.tree.leaves(arguments))
+
+
+def test_the_plan_of_a_driven_function_has_its_pieces():
+    lowered = jturnip.jit(counted, smallest_budget(counted, WEIGHTS, X)).lower(WEIGHTS, X)
+    plan = lowered.plan
+    assert plan.strategy == "driven"
+    assert len(plan.pieces) == 3
+    assert "3 pieces, driven" in plan.summary()
+    assert len(plan.to_json_dict()["pieces"]) == 3
+    assert plan.peak_bytes <= lowered.gpu_bytes
+
+
+def random_program(seed: int) -> Any:
+    """Products, branches and loops in and after each other, by chance."""
+    rng = random.Random(seed)
+
+    def grow(depth: int) -> Any:
+        kind = rng.choice(["product", "loop", "branch", "sequence"][: 4 if depth else 1])
+        k, count = rng.randrange(len(WEIGHTS)), rng.randrange(3)
+        if kind == "product":
+            return lambda w, x: jnp.tanh(x @ w[k])
+        inner, other = grow(depth - 1), grow(depth - 1)
+        if kind == "sequence":
+            return lambda w, x: other(w, inner(w, x))
+        if kind == "branch":
+            one, two = functools.partial, functools.partial
+            return lambda w, x: lax.cond(x[0, 0] > 0, one(inner, w), two(other, w), x)
+        body = lambda w: lambda _, x: inner(w, x)
+        return lambda w, x: lax.fori_loop(0, jnp.int32(count), body(w), x) + x
+
+    return grow(3)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_programs_made_by_chance(seed):
+    program = random_program(seed)
+    gpu_bytes = smallest_budget(program, WEIGHTS, X)
+    fn = jturnip.jit(program, gpu_bytes, strategy="turnip")
+    assert_same(fn(WEIGHTS, X), jax.jit(program)(WEIGHTS, X))
+    assert fn.last_run.peak_bytes <= gpu_bytes
+
+
+# Generation.
+
+
+MODEL = llama.config("tiny", layers=4, width=64, hidden=192, vocabulary=64, heads=4)
+LENGTH = 12
+
+
+def generate(params: Any, prompt: Any, wanted: Any) -> Any:
+    """Greedy continuation, a token at a time, until the end token or the length."""
+
+    def goes_on(state: Any) -> Any:
+        at, tokens = state
+        return (at < wanted) & (tokens[0, at - 1] != 63)
+
+    def body(state: Any) -> Any:
+        at, tokens = state
+        logits = llama.forward(MODEL, params, tokens)
+        chosen = jnp.argmax(logits[:, at - 1], axis=-1).astype(tokens.dtype)
+        return at + 1, tokens.at[:, at].set(chosen)
+
+    tokens = jnp.zeros((1, LENGTH), jnp.int32).at[:, : prompt.shape[1]].set(prompt)
+    return lax.while_loop(goes_on, body, (prompt.shape[1], tokens))
+
+
+@pytest.mark.parametrize("stacked", [False, True], ids=["layers", "stacks"])
+def test_generating_with_streamed_weights(stacked):
+    params = llama.init(MODEL, jax.random.key(0))
+    params = llama.stacked(params) if stacked else params
+    prompt = jnp.asarray([[5, 3, 8]], jnp.int32)
+    expected = jax.jit(generate)(params, prompt, 10)
+    nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    held = jturnip.host(params)
+    fn = jturnip.jit(generate, nbytes // 3)
+    at, tokens = fn(held, prompt, 10)
+    assert fn.last_run.strategy == "driven"
+    assert_same((at, tokens), expected)
+    assert fn.last_run.peak_bytes <= nbytes // 3

@@ -2,7 +2,7 @@
 
 | private | what for | without it |
 | --- | --- | --- |
-| `jax._src.source_info_util.summarize` | the user's file and line | no line |
+| `jax._src.source_info_util.user_frames` | the user's file and line | no line |
 | `jax._src.config.trace_context` | what changes how a function traces | the x64 mode |
 | `persistent_cache_min_compile_time_secs` | stores what compiles quickly | does not |
 | `jax._src.array.ArrayImpl` | results that are not committed | they are |
@@ -13,6 +13,8 @@ It also reads what JAX offers publicly but does not describe to type checkers.
 
 import contextlib
 import functools
+import os
+import sysconfig
 from collections.abc import Hashable
 from typing import Any, TypeAlias
 
@@ -26,10 +28,19 @@ Device: TypeAlias = Any
 # The state of `jax.config`, whose attributes are made at run time.
 _config: Any = jax.config
 
+# Where jturnip takes functions apart, and where installed libraries are.
+_PACKAGE = tuple(
+    os.path.join(os.path.dirname(os.path.abspath(__file__)), name)
+    for name in ("frontend", "compiler", "lowering.py", "stages.py", "api.py")
+)
+_NOT_THE_USERS = _PACKAGE + tuple(
+    {sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib")}
+)
+
 try:
-    from jax._src.source_info_util import summarize as _summarize
+    from jax._src.source_info_util import user_frames as _user_frames
 except ImportError:  # pragma: no cover - depends on the jax version
-    _summarize = None
+    _user_frames: Any = None
 
 try:
     from jax._src.config import trace_context as _trace_context
@@ -75,14 +86,23 @@ def array_type() -> type:
 
 
 def source_line(equation: Any) -> str:
-    """The user's "file:line (function)" of a jaxpr equation, or ""."""
-    if _summarize is None:
+    """The user's "file:line:column (function)" of a jaxpr equation, or "".
+
+    The innermost line that is in no installed library, and not in jturnip itself; where all
+    are, the innermost.
+    """
+    if _user_frames is None:
         return ""
     try:
-        line = _summarize(equation.source_info)
+        frames = list(_user_frames(equation.source_info.traceback))
+        users = [f for f in frames if not f.file_name.startswith(_NOT_THE_USERS)]
+        others = [f for f in frames if not f.file_name.startswith(_PACKAGE)]
+        for frame in (users or others)[:1]:
+            place = f"{frame.file_name}:{frame.start_line}:{frame.start_column}"
+            return f"{place} ({frame.function_name})"
     except Exception:  # the private function may change its mind about its argument
-        return ""
-    return "" if line == "unknown" else line
+        pass
+    return ""
 
 
 def settled(array: Any, committed: bool) -> Any:

@@ -197,7 +197,9 @@ class ChainRunner:
         arguments = [values[v] for v in stage.reads]
         over = frozenset(stage.over)
         keep = frozenset(
-            i for i, v in enumerate(stage.reads) if v not in over or id(values[v]) in theirs
+            i
+            for i, v in enumerate(stage.reads)
+            if v not in over or stage.reads.count(v) > 1 or id(values[v]) in theirs
         )
         results = piece.run(arguments, keep)
         for v in over:

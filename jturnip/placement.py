@@ -71,14 +71,21 @@ def host(tree: Tree) -> Tree:
         pinned = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
         if whose(leaf, False) is Whose.CALLER_DEVICE:
             return jax.device_put(leaf, pinned)
-        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
-            # numpy has no keys; they are small, so they may pass through the device.
+        is_number = isinstance(leaf, bool | int | float | complex)
+        if is_number or (isinstance(leaf, jax.Array) and _is_more_than_numpy(leaf)):
+            # They are small, so they may pass through the device.
             there = jax.sharding.SingleDeviceSharding(device, memory_kind="device")
             return jax.device_put(jax.device_put(leaf, there), pinned)
         # A copy of ours first: the CPU backend takes numpy's memory as it is.
         return jax.device_put(np.array(leaf, copy=True), pinned)
 
     return jax.block_until_ready(jax.tree.map(copy, tree))
+
+
+def _is_more_than_numpy(array: jax.Array) -> bool:
+    """Whether it is a key or weakly typed, which numpy's arrays never are."""
+    is_key = jnp.issubdtype(array.dtype, jax.dtypes.extended)
+    return is_key or bool(getattr(array, "weak_type", False))
 
 
 def copy(array: jax.Array) -> jax.Array:

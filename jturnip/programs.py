@@ -303,7 +303,10 @@ def _chain(
     stages: list[Stage] = []
     for k, piece in enumerate(pieces):
         there = {v: held[v] for v in piece.reads}
-        mine = {v: h if last_use[v] == k else h.kept() for v, h in there.items()}
+        mine = {
+            v: h if last_use[v] == k and piece.reads.count(v) == 1 else h.kept()
+            for v, h in there.items()
+        }
         waiting = sum(
             h.nbytes
             for v, h in held.items()

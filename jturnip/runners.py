@@ -196,7 +196,7 @@ class SplitRunner:
         arrays: list[Any] = [None] * len(program.memgraph.instances)
         results: list[Any] = []
         try:
-            self._check_donated_once(leaves)
+            self._check_donated_once(leaves, keep)
             marks = borrow_marks(program.device_sharding)
             assembly = Assembly(self._assembled)
             leaves = assembly.take_over(leaves, keep)
@@ -234,18 +234,17 @@ class SplitRunner:
         on_host = array.sharding.memory_kind != "device"
         return compat.settled(array, on_host or self._committed)
 
-    def _check_donated_once(self, leaves: Sequence[Any]) -> None:
+    def _check_donated_once(self, leaves: Sequence[Any], keep: frozenset[int]) -> None:
         """Raises ArgumentError for an array that is donated and passed a second time."""
         if not self._donated or len({id(leaf) for leaf in leaves}) == len(leaves):
             return
         places = collections.Counter(id(leaf) for leaf in leaves)
-        for (instance, _), leaf, name in zip(
-            self._arguments, leaves, self._names, strict=True
-        ):
-            if instance in self._donated and places[id(leaf)] > 1:
+        for i, (instance, _) in enumerate(self._arguments):
+            given_up = instance in self._donated and i not in keep
+            if given_up and places[id(leaves[i])] > 1:
                 raise ArgumentError(
-                    f"argument {name} is donated and passed a second time. Pass a copy, or"
-                    " do not donate it."
+                    f"argument {self._names[i]} is donated and passed a second time. Pass a"
+                    " copy, or do not donate it."
                 )
 
     def _place(self, leaves: Sequence[Any], arrays: list[Any]) -> None:

@@ -1,5 +1,7 @@
 """What uses private JAX works, and works without it too."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,9 @@ import jturnip
 from jturnip import compat
 from jturnip.compiler import executables
 from jturnip.native import marks
+
+
+PRIVATE = ("_user_frames", "_trace_context", "_batched_copy", "_Array")
 
 
 def on(kind: str) -> jax.sharding.SingleDeviceSharding:
@@ -21,16 +26,45 @@ def first_equation():
 
 @pytest.fixture
 def without_private(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_summarize", "_trace_context", "_batched_copy"):
+    for name in PRIVATE:
         monkeypatch.setattr(compat, name, None)
 
 
 def test_the_private_names_are_there_on_this_version():
-    assert None not in (compat._summarize, compat._trace_context, compat._batched_copy)
+    assert all(getattr(compat, name) is not None for name in PRIVATE)
 
 
 def test_the_users_line_is_known():
     assert "test_compat.py" in compat.source_line(first_equation())
+
+
+def test_the_users_line_is_not_one_of_a_library(monkeypatch: pytest.MonkeyPatch):
+    def frames(traceback: object) -> list[Frame]:
+        library = compat.sysconfig.get_path("purelib")
+        return [Frame(f"{library}/net.py", 7, 1, "call"), Frame("me.py", 3, 2, "f")]
+
+    monkeypatch.setattr(compat, "_user_frames", frames)
+    assert compat.source_line(first_equation()) == "me.py:3:2 (f)"
+
+
+class Frame(NamedTuple):
+    file_name: str
+    start_line: int
+    start_column: int
+    function_name: str
+
+
+def test_a_settled_array_is_what_jit_would_give():
+    moved = compat.copy_to(jax.device_put(jnp.ones(8), on("pinned_host")), on("device"))
+    settled = compat.settled(moved, committed=False)
+    assert not settled.committed
+    assert jax.typeof(settled) == jax.typeof(jnp.ones(8))
+    assert settled.unsafe_buffer_pointer() == moved.unsafe_buffer_pointer()
+
+
+def test_without_private_names_results_stay_committed(without_private: None):
+    moved = compat.copy_to(jnp.ones(8), on("pinned_host"))
+    assert compat.settled(moved, committed=False) is moved
 
 
 def test_without_private_names_there_is_no_line(without_private: None):

@@ -122,6 +122,24 @@ def loop_in_a_scan(weights: Any, x: Any) -> Any:
     return lax.scan(step, x, jnp.stack(weights))
 
 
+def the_same_twice(weights: Any, x: Any) -> Any:
+    """An array that is a constant of the loop, what it begins with, and carried twice."""
+    before = jnp.sin(x) * 2
+    body = lambda s: (s[0] + 1, tower(weights, s[1]) + before, s[2] - s[1])
+    return lax.while_loop(lambda s: s[0] < 2, body, (0, before, before))
+
+
+def many_times(weights: Any, x: Any) -> Any:
+    """A scan with too many large iterations to have a task for each."""
+
+    def step(x: Any, row: Any) -> Any:
+        x = tower(weights, x) + row
+        return x, x[0, :3]
+
+    rows = jnp.arange(3000, dtype=jnp.float32) / 3000
+    return lax.scan(step, x, rows, reverse=True)
+
+
 def never(weights: Any, x: Any) -> Any:
     return lax.while_loop(lambda x: x[0, 0] > 100, lambda x: tower(weights, x), x)
 
@@ -137,6 +155,7 @@ PROGRAMS = [
     branch_in_a_loop,
     scan_in_a_loop,
     loop_in_a_scan,
+    the_same_twice,
     never,
 ]
 
@@ -182,6 +201,14 @@ def test_what_is_donated_is_given_up(program, where):
     result = fn(weights, x)
     assert_same(result, jax.jit(program)(WEIGHTS, X))
     assert x.is_deleted() or any(leaf is x for leaf in jax.tree.leaves(result))
+
+
+def test_a_long_scan_of_large_iterations_is_driven():
+    gpu_bytes = 4 * LAYER
+    fn = jturnip.jit(many_times, gpu_bytes)
+    assert_same(fn(WEIGHTS, X), jax.jit(many_times)(WEIGHTS, X))
+    assert fn.last_run.strategy == "driven"
+    assert fn.last_run.peak_bytes <= gpu_bytes
 
 
 def test_a_large_carry_stays_in_host_memory():

@@ -63,6 +63,12 @@ def _nested(eqn: Any) -> Iterator[Any]:
                 yield body
 
 
+def equation_count(closed: Any) -> int:
+    """Equations of a jaxpr and of all that it calls."""
+    eqns = getattr(closed, "jaxpr", closed).eqns
+    return sum(1 + sum(map(equation_count, _nested(e))) for e in eqns)
+
+
 def inner_bytes(eqn: Any) -> int:
     """Temporary bytes of the largest jaxpr that an equation calls."""
     return max(map(temporary_bytes, _nested(eqn)), default=0)

@@ -124,7 +124,7 @@ class _Flattener:
         # (id of an equation, which operands are cut, rows) → (jaxpr, equation)
         self._by_rows: dict[Any, tuple[Any, Any]] = {}
         self._streaming = streaming
-        self._cuts = Cuts(frozenset(), {})
+        self._cuts = Cuts(frozenset(), frozenset(), {})
         if streaming is not None:
             self._cuts = find_cuts(
                 closed, streaming, _INLINED, _held(closed, avals, streaming)
@@ -259,6 +259,8 @@ class _Flattener:
             return operands
         if id(eqn) in self._cuts.scans:
             return self._scan(eqn, operands, calls)
+        if id(eqn) in self._cuts.long:
+            return self._long_scan(eqn, operands, calls)
         if name == "slice":
             rows = self._rows(eqn, operands[0], calls)
             if rows is not None:
@@ -270,15 +272,20 @@ class _Flattener:
         elif self._is_spread(eqn):
             operand = self.whole(operands[0], calls)
             return [Spread(eqn, operand, calls, Type.of(eqn.outvars[0].aval))]
-        if hints.has_moves(eqn):
-            eqn = self._without_moves(eqn)
+        ours = hints.has_moves(eqn)
+        if ours:
+            eqn, calls = self._without_moves(eqn), (*calls, eqn)
         whole = [self.whole(v, calls) for v in operands]
         if self._streaming is not None and is_driven(eqn, self._streaming):
-            return self._driven(eqn, whole, calls)
-        return self._emit(eqn, whole, calls)
+            return self._driven(eqn, whole, calls, ours)
+        return self._emit(eqn, whole, calls, ours)
 
     def _driven(
-        self, eqn: Any, operands: Sequence[int | Constant], calls: tuple[Any, ...]
+        self,
+        eqn: Any,
+        operands: Sequence[int | Constant],
+        calls: tuple[Any, ...],
+        ours: bool,
     ) -> list[int]:
         """A loop or a branch that is planned by itself; all it reads are values."""
         read = []
@@ -289,7 +296,7 @@ class _Flattener:
             read.append(v)
         results = [self.new_value(v.aval) for v in eqn.outvars]
         self._equations.append(
-            Equation(eqn, tuple(read), tuple(results), calls, driven=True)
+            Equation(eqn, tuple(read), tuple(results), calls, ours=ours, driven=True)
         )
         # What is driven has its place in the program already; so has what comes after.
         self._token = None
@@ -395,6 +402,35 @@ class _Flattener:
                 self.whole(result, (*calls, eqn))
         return [*carry, *(r.whole if r.type.nbytes < SMALL else r for r in results)]
 
+    def _long_scan(
+        self, eqn: Any, operands: Sequence[Value], calls: tuple[Any, ...]
+    ) -> list[Value]:
+        """A scan as a loop that is driven."""
+        made = stacks.as_while(eqn, *scan_counts(eqn)[:2])
+        if hints.has_moves(eqn):
+            made = hints.without_moves(made, _INLINED)
+        jaxpr = getattr(made, "jaxpr", made)
+        scope: dict[Any, Value] = dict(zip(jaxpr.invars, operands, strict=True))
+        scope.update(
+            (v, self.constant(c, v.aval))
+            for v, c in zip(jaxpr.constvars, getattr(made, "consts", ()), strict=True)
+        )
+
+        def read(atom: Any) -> int | Constant:
+            if hasattr(atom, "val"):
+                return Constant(atom.val, Type.of(atom.aval))
+            return self.whole(scope[atom], calls)
+
+        within = (*calls, eqn)
+        for inner in jaxpr.eqns:
+            whole = list(map(read, inner.invars))
+            if inner.primitive.name == "while":
+                results = self._driven(inner, whole, within, ours=True)
+            else:
+                results = self._emit(inner, whole, within, ours=True)
+            scope.update(zip(inner.outvars, results, strict=True))
+        return [scope[v] for v in jaxpr.outvars]
+
     def _iterations(
         self,
         eqn: Any,
@@ -410,7 +446,8 @@ class _Flattener:
             shorter = self._shorter(eqn, count)
             if hints.has_moves(shorter):
                 shorter = self._without_moves(shorter)
-            results: list[Any] = self._emit(shorter, [*fixed, *whole, *parts], calls)
+            operands = [*fixed, *whole, *parts]
+            results: list[Any] = self._emit(shorter, operands, within, ours=True)
             return results[: len(carry)], results[len(carry) :]
         rows = [self._ours(stacks.taking(self._types[p]), (p,), within)[0] for p in parts]
         results = self.call(eqn.params["jaxpr"], [*fixed, *carry, *rows], within)

@@ -48,6 +48,9 @@ class Cuts:
     """What is cut: scans by the id of their equation, arrays by their number of rows."""
 
     scans: frozenset[int]
+    # Scans of which not even a part is a task, with too many iterations to inline them all:
+    # these become loops that are driven.
+    long: frozenset[int]
     # Number of rows → how many of them a part has.
     rows: Mapping[int, int]
 
@@ -77,6 +80,7 @@ def find_cuts(
       held: types of the arrays in host memory that could be cut.
     """
     scans: set[int] = set()
+    long: set[int] = set()
     rows: dict[int, int] = {}
 
     def walk(body: Any) -> None:
@@ -87,6 +91,9 @@ def find_cuts(
             elif eqn.primitive.name == "scan" and id(eqn) not in scans:
                 count = _iterations_per_part(eqn, streaming)
                 if count is None:
+                    continue
+                if count == 0:
+                    long.add(id(eqn))
                     continue
                 scans.add(id(eqn))
                 length = eqn.params["length"]
@@ -99,7 +106,7 @@ def find_cuts(
             fitting = streaming.largest // 4 * t.shape[0] // t.nbytes
             fewest = max(-(-t.shape[0] // _MOST_PARTS), SMALL * t.shape[0] // t.nbytes)
             rows.setdefault(t.shape[0], max(1, fitting, fewest))
-    return Cuts(frozenset(scans), rows)
+    return Cuts(frozenset(scans), frozenset(long), rows)
 
 
 def is_driven(eqn: Any, streaming: Streaming) -> bool:
@@ -111,7 +118,8 @@ def is_driven(eqn: Any, streaming: Streaming) -> bool:
 
 
 def _iterations_per_part(eqn: Any, streaming: Streaming) -> int | None:
-    """How many iterations a part of a scan has; None for a scan that stays one task."""
+    """How many iterations a part of a scan has; None for a scan that stays one task, 0 for
+    one that is too long for what it holds."""
     body, length = eqn.params["jaxpr"], eqn.params["length"]
     consts, carry, _ = scan_counts(eqn)
     sizes = [Type.of(v.aval).nbytes for v in eqn.invars]
@@ -125,9 +133,11 @@ def _iterations_per_part(eqn: Any, streaming: Streaming) -> int | None:
     flops = sum(map(costs.flops, getattr(body, "jaxpr", body).eqns))
     seconds = streaming.rates.seconds(flops, each + fixed)
     worth = _WORTH * streaming.rates.launch_seconds / max(seconds, 1e-12)
-    equations = len(getattr(body, "jaxpr", body).eqns)
+    equations = costs.equation_count(body)
     fewest = max(-(-length // _MOST_PARTS), -(-length * equations // _MOST_EQUATIONS))
     # What several iterations can hold; where one is too much, the partitioner cuts it.
     room = streaming.largest if fixed + each <= streaming.largest else streaming.arena // 2
-    fitting = (room - fixed) // each if each else length
+    if fewest > 1 and fixed + fewest * each > max(room, streaming.arena // 2, SMALL):
+        return 0
+    fitting = (room - fixed) // each if each else length * (fixed <= room)
     return min(length, max(fewest, min(int(worth) + 1, fitting), 1))

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 from jax import lax
 
@@ -221,6 +222,37 @@ def combining(eqn: Any, partial: Type) -> tuple[Any, Any, Any]:
         jax.make_jaxpr(combine)(widened, widened),
         jax.make_jaxpr(convert(partial.dtype))(widened) if short else None,
     )
+
+
+def as_while(eqn: Any, consts: int, carries: int) -> Any:
+    """A jaxpr that does what the scan `eqn` does with a `while`, one row at a time.
+
+    The rows that an iteration reads and writes are those of its number.
+    """
+    length, reverse = eqn.params["length"], eqn.params["reverse"]
+    body = jax.extend.core.jaxpr_as_fun(eqn.params["jaxpr"])
+
+    def run(*operands: Any) -> list[Any]:
+        fixed, rest = operands[:consts], operands[consts:]
+        init, stacks = rest[:carries], rest[carries:]
+        results = [Type.of(v.aval) for v in eqn.outvars[carries:]]
+        begun = [lax.full(t.shape, 0, t.dtype) for t in results]
+
+        def step(state: Any) -> Any:
+            number, carry, written = state
+            row = length - 1 - number if reverse else number
+            rows = [lax.dynamic_index_in_dim(s, row, keepdims=False) for s in stacks]
+            out = body(*fixed, *carry, *rows)
+            put = lambda stack, y: lax.dynamic_update_index_in_dim(stack, y, row, 0)
+            written = [put(s, y) for s, y in zip(written, out[carries:], strict=True)]
+            return number + 1, list(out[:carries]), written
+
+        start = (jnp.int32(0), list(init), begun)
+        _, carry, written = lax.while_loop(lambda state: state[0] < length, step, start)
+        return [*carry, *written]
+
+    structs = [Type.of(v.aval).struct() for v in eqn.invars]
+    return jax.make_jaxpr(run)(*structs)
 
 
 def shortened(eqn: Any, length: int, structs: Iterator[Any]) -> Any:

@@ -156,7 +156,7 @@ class DeviceEngines:
                 break
         for op, _ in events:
             self._in_flight.pop(op, None)
-            self._waiting.pop(op, None)
+            job = self._waiting.pop(op, None)
             slot = self._slot_of.pop(op, None)
             if slot is not None:
                 self._marks.give_back(slot)
@@ -164,6 +164,8 @@ class DeviceEngines:
                 self._let_go_of_source(op)
             if op in self._errors:
                 error = self._errors[op]
+                if job is not None:
+                    job.give_up()  # its thread may still hold what it was for
                 raise self._failure(op, error) from error
         return events
 

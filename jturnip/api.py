@@ -14,7 +14,7 @@ from jturnip.errors import UnsupportedError
 from jturnip.runtime.link import SimulatedLink
 from jturnip.runtime.report import RunReport
 from jturnip.signature import Call, Statics
-from jturnip.stages import Compiled, Lowered, Options, Traced
+from jturnip.stages import Compiled, Lowered, Options, Traced, place
 from jturnip.units import parse_bytes
 
 
@@ -32,6 +32,8 @@ def jit(
     static_argnames: str | Iterable[str] | None = None,
     donate_argnums: int | Iterable[int] | None = None,
     donate_argnames: str | Iterable[str] | None = None,
+    in_shardings: Any = None,
+    out_shardings: Any = None,
     keep_unused: bool = False,
     inline: bool = False,
     **unsupported: Any,
@@ -57,6 +59,9 @@ def jit(
         "on_demand"), which is then used even where the function fits, or "whole", which
         never splits.
       link: a simulated link to the device, for experiments.
+      in_shardings, out_shardings: as in `jax.jit`, on one device: a tree of shardings and
+        None whose leaves stand for all below them. Their memory kinds say what is held in
+        host memory and streamed from there, and which results go there.
       static_argnums, static_argnames, donate_argnums, donate_argnames, keep_unused, inline:
         as in `jax.jit`.
 
@@ -78,7 +83,13 @@ def jit(
             f"jturnip.jit does not take {', '.join(asked)}. Place the arguments with"
             " jax.device_put or jturnip.host instead."
         )
-    options = Options(None if gpu_bytes is None else parse_bytes(gpu_bytes), strategy, link)
+    options = Options(
+        None if gpu_bytes is None else parse_bytes(gpu_bytes),
+        strategy,
+        link,
+        _said(in_shardings),
+        _said(out_shardings),
+    )
     keywords = {
         "static_argnums": static_argnums,
         "static_argnames": static_argnames,
@@ -92,12 +103,26 @@ def jit(
     return Wrapped(fn, options, keywords)
 
 
+def _said(shardings: Any) -> Any:
+    """None for what `jax.jit` takes for nothing said."""
+    return None if type(shardings).__name__ == "UnspecifiedValue" else shardings
+
+
 class Wrapped:
     """A function under `jturnip.jit`."""
 
     def __init__(self, fn: Callable[..., Any], options: Options, keywords: dict[str, Any]):
         functools.update_wrapper(self, fn)
+        # For tracing, where arrays lie does not count; under a transformation it does.
         self._jitted: Any = jax.jit(fn, **keywords)
+        self._inlined: Any = self._jitted
+        shardings = {
+            name: getattr(options, name)
+            for name in ("in_shardings", "out_shardings")
+            if getattr(options, name) is not None
+        }
+        if shardings:
+            self._inlined = jax.jit(fn, **keywords, **shardings)
         self._options = options
         self._statics = Statics(fn, keywords["static_argnums"], keywords["static_argnames"])
         self._compiled: OrderedDict[Hashable, Compiled] = OrderedDict()
@@ -108,11 +133,13 @@ class Wrapped:
         """Runs `fn`; under a transformation of JAX it is inlined as `jax.jit`'s is."""
         call = self._statics.call(args, kwargs)
         if call.traced or compat.jit_is_disabled():
-            return self._jitted(*args, **kwargs)
+            return self._inlined(*args, **kwargs)
+        if self._options.in_shardings is not None:
+            call = place(call, self._options)
         call.check_alive(lambda: self._statics.names(call))
         compiled = self._find(call)
         if compiled is None:
-            return self._jitted(*args, **kwargs)
+            return self._inlined(*args, **kwargs)
         results = compiled.call_flat(call.leaves)
         self._last = compiled
         return results
@@ -152,7 +179,7 @@ class Wrapped:
         A struct with a sharding is taken to lie in its memory kind; one without is taken
         for a numpy array.
         """
-        return self._trace(self._statics.call(args, kwargs))
+        return self._trace(place(self._statics.call(args, kwargs), self._options))
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """Traces and takes apart; allocates no arrays."""

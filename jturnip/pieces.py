@@ -12,7 +12,7 @@ from jturnip import compat, placement
 from jturnip.compat import Device
 from jturnip.frontend.values import Parts
 from jturnip.graph.plan import Plan
-from jturnip.placement import Whose
+from jturnip.placement import Wanted, Whose
 from jturnip.programs import Chain, Choice, Loop, Program, Stage, Straight
 from jturnip.runners import SplitRunner, let_go
 from jturnip.runtime.hoststacks import view
@@ -50,12 +50,13 @@ def make_piece(program: Program, link: SimulatedLink | None) -> Piece:
 
 
 class PieceRunner:
-    """A piece with the tree of a function's results around it."""
+    """A piece with the tree of a function's results around it, in their places."""
 
-    def __init__(self, piece: Piece, out_tree: Any):
+    def __init__(self, piece: Piece, out_tree: Any, wanted: Wanted):
         self.piece = piece
         self.plan = piece.plan
         self._out_tree = out_tree
+        self._wanted = wanted
         # One run at a time: the budget is for all of them.
         self._lock = threading.Lock()
 
@@ -68,7 +69,7 @@ class PieceRunner:
         """Runs once."""
         try:
             with self._lock:
-                results = self.piece.run(leaves)
+                results = self._wanted.finish(self.piece.run(leaves))
         except BaseException as error:
             let_go(error)
             raise

@@ -216,6 +216,106 @@ class Arguments:
     committed: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Where the user asks results to lie."""
+
+    # A sharding for each result, or None; empty where nothing is asked.
+    shardings: tuple[Any, ...] = ()
+    # The mesh of one device that arguments are on: results are then on it too.
+    mesh: Any = None
+
+    def places(self, on_host: bool) -> frozenset[int]:
+        """Positions of results that must end in host memory, or on the device."""
+        return frozenset(
+            i
+            for i, s in enumerate(self.shardings)
+            if s is not None and (s.memory_kind not in (None, "device")) == on_host
+        )
+
+    def finish(self, results: list[Any]) -> list[Any]:
+        """Results where they are wanted; nothing moves that is there already."""
+        for i, result in enumerate(results):
+            sharding = self.shardings[i] if self.shardings else None
+            if sharding is None and self.mesh is not None:
+                kind = result.sharding.memory_kind
+                sharding = jax.sharding.NamedSharding(
+                    self.mesh, jax.sharding.PartitionSpec(), memory_kind=kind
+                )
+            if sharding is None:
+                continue
+            # Also where it is there already, since what is asked for is committed.
+            if result.sharding != sharding or not result.committed:
+                results[i] = jax.device_put(result, sharding)
+        return results
+
+    @property
+    def is_nothing(self) -> bool:
+        """Whether every result may be as it comes."""
+        return self.mesh is None and not any(self.shardings)
+
+
+def broadcast_shardings(prefix: Any, tree: Any, what: str) -> list[Any]:
+    """A sharding, or None, for every leaf of a tree, from a prefix of it.
+
+    Raises:
+      ValueError: the prefix does not fit the tree.
+      UnsupportedError: a sharding is over several devices.
+    """
+    is_none = lambda node: node is None
+    try:
+        found = jax.tree.leaves(jax.tree.broadcast(prefix, tree, is_none), is_leaf=is_none)
+    except ValueError as error:
+        raise ValueError(
+            f"{what} does not fit the tree of what it is for: {error}"
+        ) from None
+    for sharding in found:
+        if sharding is None:
+            continue
+        if not isinstance(sharding, jax.sharding.Sharding):
+            raise UnsupportedError(
+                f"{what} has {sharding!r}; jturnip takes jax.sharding.Sharding objects."
+            )
+        if len(sharding.device_set) > 1:
+            raise UnsupportedError(
+                f"{what} spreads an array over {len(sharding.device_set)} devices; jturnip"
+                " runs on one device."
+            )
+    return found
+
+
+def placed(leaf: Any, sharding: Any) -> Any:
+    """An argument where `in_shardings` says that it is."""
+    if sharding is None:
+        return leaf
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        weak = getattr(leaf, "weak_type", False)
+        return jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, weak_type=weak, sharding=sharding
+        )
+    if isinstance(leaf, jax.Array) and leaf.sharding == sharding and leaf.committed:
+        return leaf
+    return jax.device_put(leaf, sharding)
+
+
+def structs_of(shardings: Any) -> list[jax.ShapeDtypeStruct]:
+    """Something to read the device of each sharding in a tree from."""
+    return [
+        jax.ShapeDtypeStruct((), np.float32, sharding=s)
+        for s in jax.tree.leaves(shardings)
+        if isinstance(s, jax.sharding.Sharding) and len(s.device_set) == 1
+    ]
+
+
+def mesh_of(leaves: Sequence[Any]) -> Any | None:
+    """The mesh of one device that arguments are on, if they are on one."""
+    for leaf in leaves:
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, jax.sharding.NamedSharding):
+            return sharding.mesh
+    return None
+
+
 def common_device(leaves: Sequence[Any]) -> tuple[Device, bool]:
     """The device that a call runs on, and whether its arguments chose it.
 

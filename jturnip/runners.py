@@ -19,7 +19,7 @@ from jturnip.graph.memgraph import MemGraph
 from jturnip.graph.plan import Plan
 from jturnip.graph.taskgraph import TaskGraph
 from jturnip.lowering import Split
-from jturnip.placement import Arguments, Whose
+from jturnip.placement import Arguments, Wanted, Whose
 from jturnip.programs import Straight
 from jturnip.runtime.engines import (
     DeviceEngines,
@@ -61,6 +61,7 @@ class WholeRunner:
         plan: Plan,
         moves: "Moves",
         flat: FlatJaxpr | None,
+        wanted: Wanted,
     ):
         self.whole = whole
         self.plan = plan
@@ -68,6 +69,8 @@ class WholeRunner:
         self._tree = call.tree
         # To find an equation that made a NaN; None for what cannot be flattened.
         self._flat = flat
+        self._wanted = wanted
+        self._is_plain = wanted.is_nothing and not moves.arguments
         device = arguments.device
         self._device = jax.sharding.SingleDeviceSharding(device, memory_kind="device")
         self._host = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
@@ -87,11 +90,11 @@ class WholeRunner:
     def run(self, leaves: Sequence[Any]) -> Any:
         began = time.perf_counter()
         try:
-            if self._moves.arguments:
-                results = self._run_with_moves(leaves)
-            else:
+            if self._is_plain:
                 args, kwargs = jax.tree.unflatten(self._tree, leaves)
                 results = self.whole(*args, **kwargs)
+            else:
+                results = self._run_with_moves(leaves)
         except Exception as error:
             if compat.is_nan_error(error) and self._flat is not None:
                 everything = range(len(self._flat.equations))
@@ -117,7 +120,7 @@ class WholeRunner:
             results[i] = jax.device_put(results[i], self._host)
         for i in self._given_up:
             leaves[i].delete()
-        return jax.tree.unflatten(tree, results)
+        return jax.tree.unflatten(tree, self._wanted.finish(results))
 
 
 class SplitRunner:
@@ -395,8 +398,9 @@ class Moves:
     d2h_bytes: int
 
 
-def moves_of(arguments: Arguments, traced: Any) -> Moves:
-    """Host arguments go to the device; results that re-use donated ones come back."""
+def moves_of(arguments: Arguments, traced: Any, wanted: Wanted) -> Moves:
+    """Host arguments go to the device; results that re-use donated ones come back, unless
+    they are wanted elsewhere."""
     types, results = (
         [Type.of(a) for a in jax.tree.leaves(infos)]
         for infos in (traced.args_info, traced.out_info)
@@ -407,7 +411,15 @@ def moves_of(arguments: Arguments, traced: Any) -> Moves:
         if w in (Whose.CALLER_HOST, Whose.DONATED_HOST)
     )
     pairs = list(zip(types, arguments.whose, strict=True))
-    outward = tuple(sorted(placement.reused_arguments(pairs, results)))
+    outward = tuple(
+        sorted(
+            (
+                placement.reused_arguments(pairs, results).keys()
+                | wanted.places(on_host=True)
+            )
+            - wanted.places(on_host=False)
+        )
+    )
     return Moves(
         inward,
         outward,

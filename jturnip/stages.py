@@ -24,10 +24,10 @@ from jturnip.compiler.report import CompileReport
 from jturnip.errors import ArgumentError, DoesNotFit, UnsupportedError
 from jturnip.frontend.jaxpr import flatten
 from jturnip.frontend.partition import Partitioner
-from jturnip.frontend.values import FlatJaxpr
+from jturnip.frontend.values import FlatJaxpr, Type
 from jturnip.graph.plan import Plan
 from jturnip.pieces import PieceRunner, make_piece
-from jturnip.placement import Arguments, Whose
+from jturnip.placement import Arguments, Wanted, Whose
 from jturnip.planner.strategies import STRATEGIES
 from jturnip.programs import How, Program, make_program, remeasured, smallest_refusal
 from jturnip.runners import (
@@ -51,6 +51,9 @@ class Options:
     gpu_bytes: int | None
     strategy: str = "auto"
     link: SimulatedLink | None = None
+    # Trees of shardings and None, or None.
+    in_shardings: Any = None
+    out_shardings: Any = None
 
     def __post_init__(self) -> None:
         known = ("auto", "whole", *STRATEGIES)
@@ -60,13 +63,40 @@ class Options:
             )
 
 
+def place(call: Call, options: Options) -> Call:
+    """A call with its arguments where `in_shardings` says they are.
+
+    Raises:
+      ValueError: `in_shardings` does not fit the arguments.
+    """
+    if options.in_shardings is None:
+        return call
+    dynamic, named = jax.tree.unflatten(call.tree, call.leaves)
+    if named:
+        raise ValueError("in_shardings does not go with keyword arguments")
+    shardings = placement.broadcast_shardings(options.in_shardings, dynamic, "in_shardings")
+    leaves = list(map(placement.placed, call.leaves, shardings))
+    return dataclasses.replace(call, leaves=leaves)
+
+
+def _wanted(out_info: Any, leaves: Sequence[Any], options: Options) -> Wanted:
+    """Where the results of a call are to lie."""
+    mesh = placement.mesh_of(leaves)
+    if options.out_shardings is None:
+        return Wanted(mesh=mesh)
+    found = placement.broadcast_shardings(options.out_shardings, out_info, "out_shardings")
+    return Wanted(tuple(found), mesh)
+
+
 class Traced:
     """A function traced for one signature."""
 
     def __init__(self, jitted: Any, statics: Statics, call: Call, options: Options):
         self._options = options
         self._call = call
-        device, committed = placement.common_device(call.leaves)
+        device, committed = placement.common_device(
+            [*call.leaves, *placement.structs_of(options.out_shardings)]
+        )
         self._traced = _trace(jitted, statics, call, device if committed else None)
         jaxpr = self._traced.jaxpr
         # Whether the function closes over values of an outer transformation.
@@ -80,6 +110,7 @@ class Traced:
             device,
             committed,
         )
+        self._wanted = _wanted(self._traced.out_info, call.leaves, options)
 
     @property
     def jaxpr(self) -> Any:
@@ -98,16 +129,26 @@ class Traced:
 
     def lower(self) -> "Lowered":
         """Takes the function apart."""
-        return Lowered(self._traced, self._call, self._arguments, self._options)
+        return Lowered(
+            self._traced, self._call, self._arguments, self._options, self._wanted
+        )
 
 
 class Lowered:
     """A function taken apart for one signature; its `plan` is made when first asked for."""
 
-    def __init__(self, traced: Any, call: Call, arguments: Arguments, options: Options):
+    def __init__(
+        self,
+        traced: Any,
+        call: Call,
+        arguments: Arguments,
+        options: Options,
+        wanted: Wanted,
+    ):
         self._traced = traced
         self._call = call
         self._options = options
+        self._wanted = wanted
         self.gpu_bytes = (
             options.gpu_bytes
             if options.gpu_bytes is not None
@@ -129,6 +170,19 @@ class Lowered:
         # Whether every equation is to be a task of its own, for study.
         self._finest = False
         self._lock = threading.RLock()
+        self._check_results_fit()
+
+    def _check_results_fit(self) -> None:
+        results = [Type.of(info) for info in jax.tree.leaves(self._traced.out_info)]
+        asked = sum(results[i].nbytes for i in self._wanted.places(on_host=False))
+        if asked > self.gpu_bytes:
+            raise DoesNotFit(
+                f"results that out_shardings places on the device take"
+                f" {format_bytes(asked)}; gpu_bytes is {format_bytes(self.gpu_bytes)}."
+                ' Give them a sharding with memory_kind="pinned_host", or none.',
+                needed_bytes=asked,
+                gpu_bytes=self.gpu_bytes,
+            )
 
     @property
     def out_info(self) -> Any:
@@ -152,7 +206,7 @@ class Lowered:
     def _planned(self) -> Plan:
         with self._lock:
             if self._whole is not None:
-                moves = moves_of(self._arguments, self._traced)
+                moves = moves_of(self._arguments, self._traced, self._wanted)
                 return whole_plan(self._whole, moves, self.gpu_bytes)
             return self._program.plan
 
@@ -200,7 +254,10 @@ class Lowered:
         if self._refusal is not None:
             raise self._refusal
         made = functools.partial(
-            make_program, self._traced.jaxpr, _forwardable(self._given)
+            make_program,
+            self._traced.jaxpr,
+            _forwardable(self._given),
+            to_host=self._wanted.places(on_host=True),
         )
         how = self._how(measured)
         try:
@@ -229,17 +286,25 @@ class Lowered:
         with self._lock:
             program = None
             if self._whole is not None:
-                moves = moves_of(self._arguments, self._traced)
+                moves = moves_of(self._arguments, self._traced, self._wanted)
                 plan = whole_plan(self._whole, moves, self.gpu_bytes)
                 runner: Runner = WholeRunner(
-                    self._whole, self._call, self._arguments, plan, moves, self._flat
+                    self._whole,
+                    self._call,
+                    self._arguments,
+                    plan,
+                    moves,
+                    self._flat,
+                    self._wanted,
                 )
             else:
                 program = self._measured_program()
                 piece = make_piece(program, self._options.link)
-                runner = PieceRunner(piece, self._traced.out_tree)
+                runner = PieceRunner(piece, self._traced.out_tree, self._wanted)
             report = self._compile_report(program)
-        return Compiled(runner, self._call, self._arguments, self._traced, report)
+        return Compiled(
+            runner, self._call, self._arguments, self._traced, self._options, report
+        )
 
     def _compile_report(self, program: Program | None) -> CompileReport:
         whole = self._whole_report
@@ -258,12 +323,14 @@ class Compiled:
         call: Call,
         arguments: Arguments,
         traced: Any,
+        options: Options,
         compile_report: CompileReport,
     ):
         self._runner = runner
         # What was compiled for it, and what was there.
         self.compile_report = compile_report
         self._in_tree = call.tree
+        self._options = options
         self._arguments = arguments
         self._types = [
             (tuple(info.shape), info.dtype) for info in jax.tree.leaves(traced.args_info)
@@ -295,6 +362,8 @@ class Compiled:
             raise TypeError(
                 f"compiled for arguments in the tree {self._in_tree}, called with {tree}"
             )
+        call = place(Call(args, kwargs, leaves, tree, ()), self._options)
+        leaves = call.leaves
         for leaf, (shape, dtype), whose, name in zip(
             leaves, self._types, self._arguments.whose, self._arguments.names, strict=True
         ):
@@ -311,7 +380,7 @@ class Compiled:
                     f"{name} was compiled to be {there}, and is not. Move it with"
                     " jturnip.host or jax.device_put, or lower with an array like it."
                 )
-        Call(args, kwargs, leaves, tree, ()).check_alive(lambda: self._arguments.names)
+        call.check_alive(lambda: self._arguments.names)
         return self.call_flat(leaves)
 
     def call_flat(self, leaves: Sequence[Any]) -> Any:

@@ -91,17 +91,23 @@ def source_line(equation: Any) -> str:
     The innermost line that is in no installed library, and not in jturnip itself; where all
     are, the innermost.
     """
-    if _user_frames is None:
+    traceback = getattr(getattr(equation, "source_info", None), "traceback", None)
+    if _user_frames is None or traceback is None:
         return ""
     try:
-        frames = list(_user_frames(equation.source_info.traceback))
-        users = [f for f in frames if not f.file_name.startswith(_NOT_THE_USERS)]
-        others = [f for f in frames if not f.file_name.startswith(_PACKAGE)]
-        for frame in (users or others)[:1]:
-            place = f"{frame.file_name}:{frame.start_line}:{frame.start_column}"
-            return f"{place} ({frame.function_name})"
+        return _line_in(traceback)
     except Exception:  # the private function may change its mind about its argument
-        pass
+        return ""
+
+
+@functools.lru_cache(maxsize=4096)
+def _line_in(traceback: Any) -> str:
+    frames = list(_user_frames(traceback))
+    users = [f for f in frames if not f.file_name.startswith(_NOT_THE_USERS)]
+    others = [f for f in frames if not f.file_name.startswith(_PACKAGE)]
+    for frame in (users or others)[:1]:
+        place = f"{frame.file_name}:{frame.start_line}:{frame.start_column}"
+        return f"{place} ({frame.function_name})"
     return ""
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -10,12 +11,13 @@ import numpy as np
 
 from jturnip import compat, placement
 from jturnip.compat import Device
+from jturnip.frontend import tables
 from jturnip.frontend.values import Parts
 from jturnip.graph.plan import Plan
 from jturnip.placement import Wanted, Whose
-from jturnip.programs import Chain, Choice, Loop, Program, Stage, Straight
+from jturnip.programs import Chain, Choice, Loop, Program, Rows, Stage, Straight
 from jturnip.runners import SplitRunner, let_go
-from jturnip.runtime.hoststacks import view
+from jturnip.runtime import hoststacks
 from jturnip.runtime.link import SimulatedLink
 from jturnip.runtime.report import RunReport
 
@@ -46,6 +48,8 @@ def make_piece(program: Program, link: SimulatedLink | None) -> Piece:
         return LoopRunner(program, link)
     if isinstance(program, Choice):
         return ChoiceRunner(program, link)
+    if isinstance(program, Rows):
+        return RowsRunner(program)
     return ChainRunner(program, link)
 
 
@@ -57,19 +61,26 @@ class PieceRunner:
         self.plan = piece.plan
         self._out_tree = out_tree
         self._wanted = wanted
+        # Bytes of results that went to host memory and back.
+        self._brought_back = 0
         # One run at a time: the budget is for all of them.
         self._lock = threading.Lock()
 
     @property
     def last_run(self) -> RunReport | None:
         """What the last finished run did."""
-        return self.piece.last_run
+        report = self.piece.last_run
+        if report is None or not self._wanted.back:
+            return report
+        return dataclasses.replace(report, h2d_bytes=report.h2d_bytes + self._brought_back)
 
     def run(self, leaves: Sequence[Any]) -> Any:
         """Runs once."""
         try:
             with self._lock:
-                results = self._wanted.finish(self.piece.run(leaves))
+                results = self.piece.run(leaves)
+                self._brought_back = sum(results[i].nbytes for i in self._wanted.back)
+                results = self._wanted.finish(results)
         except BaseException as error:
             let_go(error)
             raise
@@ -155,6 +166,43 @@ class ChoiceRunner:
         return results
 
 
+class RowsRunner:
+    """Takes rows out of a table in host memory, or adds some to it."""
+
+    def __init__(self, rows: Rows):
+        self.plan = rows.plan
+        self.last_run: RunReport | None = None
+        self._rows = rows
+
+    def run(self, leaves: Sequence[Any], keep: frozenset[int] = frozenset()) -> list[Any]:
+        table, *others = leaves
+        began = time.perf_counter()
+        moved = sum(a.nbytes for a in others if not _is_on_host(a))
+        arrays = [np.asarray(a) for a in others]
+        host = _sharding(_device(table), on_host=True)
+        if self._rows.writes:
+            result = self._write(table, arrays, 0 in keep)
+        else:
+            read = tables.read_rows(self._rows.eqn, hoststacks.view(table), *arrays)
+            result = jax.device_put(np.ascontiguousarray(read), host)
+            if 0 not in keep:
+                table.delete()
+        for i, array in enumerate(others, start=1):
+            if i not in keep:
+                array.delete()
+        seconds = time.perf_counter() - began
+        self.last_run = RunReport("driven", seconds, 0.0, 0, moved, 0)
+        return [jax.block_until_ready(result)]
+
+    def _write(self, table: Any, arrays: Sequence[np.ndarray], kept: bool) -> Any:
+        """The table with rows added: in its own memory, if it is given up."""
+        taken, memory = hoststacks.taken_over(table, copied=kept)
+        tables.add_rows(self._rows.eqn, memory, *arrays)
+        if taken is not None:
+            return taken
+        return jax.device_put(memory, _sharding(_device(table), on_host=True))
+
+
 class ChainRunner:
     """Runs programs one after the other, and holds what goes from one to the next."""
 
@@ -223,7 +271,7 @@ class ChainRunner:
     ) -> Any:
         host = _sharding(self._device, on_host=True)
         if isinstance(output, Parts):
-            parts = [view(values.pop(v)) for v in output.values]
+            parts = [hoststacks.view(values.pop(v)) for v in output.values]
             return jax.device_put(np.concatenate(parts), host)
         array = values[output]
         if output in self._chain.flat.inputs:

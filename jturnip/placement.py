@@ -224,6 +224,9 @@ class Wanted:
     shardings: tuple[Any, ...] = ()
     # The mesh of one device that arguments are on: results are then on it too.
     mesh: Any = None
+    # Results that are brought back to the device, and whether they are committed to it.
+    back: tuple[int, ...] = ()
+    committed: bool = False
 
     def places(self, on_host: bool) -> frozenset[int]:
         """Positions of results that must end in host memory, or on the device."""
@@ -235,6 +238,11 @@ class Wanted:
 
     def finish(self, results: list[Any]) -> list[Any]:
         """Results where they are wanted; nothing moves that is there already."""
+        for i in self.back:
+            device = next(iter(results[i].devices()))
+            there = jax.sharding.SingleDeviceSharding(device, memory_kind="device")
+            moved = jax.block_until_ready(compat.copy_to(results[i], there))
+            results[i] = compat.settled(moved, self.committed)
         for i, result in enumerate(results):
             sharding = self.shardings[i] if self.shardings else None
             if sharding is None and self.mesh is not None:

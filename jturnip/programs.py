@@ -9,12 +9,13 @@ place in which each piece leaves its results is where the next is planned to fin
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from jturnip import lowering
 from jturnip.compiler.report import CompileReport
 from jturnip.errors import DoesNotFit
+from jturnip.frontend import tables
 from jturnip.frontend.jaxpr import Condition, argument_avals, flatten
 from jturnip.frontend.loops import SMALL
 from jturnip.frontend.values import Equation, FlatJaxpr, Parts, Slice
@@ -31,7 +32,7 @@ from jturnip.runtime.schedule import Schedule
 # budget; what only waits for a loop to end, if it is no larger than this.
 _CARRIED = 4
 # How often the budget that a refusal asks for is tried, to find what comes after it.
-_TRIES = 32
+_TRIES = 12
 _WAITING = 16
 
 
@@ -47,6 +48,15 @@ class How:
     finest: bool = False
     # Whether it is for the body of a loop, run many times with the same constants.
     repeated: bool = False
+    # Which attempts are made (`lowering.streaming`): those inside a loop are its own.
+    attempts: tuple[int, ...] = tuple(range(lowering.ATTEMPTS))
+    # What was made before, of the same in the same room.
+    known: dict[Any, Any] = field(default_factory=dict, compare=False, hash=False)
+
+    @property
+    def tight(self) -> bool:
+        """Whether whatever is between pieces goes to host memory."""
+        return self.attempts == (lowering.ATTEMPTS - 1,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +138,24 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
+class Rows:
+    """A `gather` from a table in host memory, or a `scatter-add` to one, by the host."""
+
+    plan: Plan
+    eqn: Any
+    ends_on_host: tuple[bool, ...] = (True,)
+
+    @property
+    def writes(self) -> bool:
+        """Whether rows are added to the table."""
+        return self.eqn.primitive.name in tables.HOST_WRITES
+
+    @property
+    def report(self) -> CompileReport:
+        return CompileReport(0, 0, 0, 0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
 class Stage:
     """A program in a chain, with the values it reads and writes."""
 
@@ -163,7 +191,7 @@ class Chain:
         return first
 
 
-Program: TypeAlias = Straight | Loop | Choice | Chain
+Program: TypeAlias = Straight | Loop | Choice | Rows | Chain
 
 
 def make_program(
@@ -192,16 +220,38 @@ def make_program(
       HostMemoryError: where the host cannot hold what must leave the device.
       UnsupportedError: for what cannot be taken apart.
     """
+    key = (id(closed), arguments, gpu_bytes, how, to_host, id(condition))
+    if key not in how.known:
+        # Kept with what it was made of, so that the ids stay theirs.
+        how.known[key] = (
+            closed,
+            condition,
+            _made(closed, forwarded, arguments, gpu_bytes, how, to_host, condition),
+        )
+    made = how.known[key][-1]
+    if isinstance(made, DoesNotFit):
+        raise made
+    return made
+
+
+def _made(
+    closed: Any,
+    forwarded: Collection[int],
+    arguments: Arguments,
+    gpu_bytes: int,
+    how: How,
+    to_host: frozenset[int],
+    condition: Condition | None,
+) -> Program | DoesNotFit:
     avals = argument_avals(closed, condition)
     refusal: DoesNotFit | None = None
-    for attempt in range(lowering.ATTEMPTS):
+    for attempt in how.attempts:
         streaming = lowering.streaming(avals, arguments, gpu_bytes, attempt)
         flat = flatten(closed, forwarded, streaming, condition)
         try:
             if any(e.driven for e in flat.equations):
-                tight = attempt == lowering.ATTEMPTS - 1
-                once = dataclasses.replace(how, repeated=False)
-                return _chain(flat, arguments, gpu_bytes, once, to_host, tight)
+                inner = dataclasses.replace(how, repeated=False, attempts=(attempt,))
+                return _chain(flat, arguments, gpu_bytes, inner, to_host)
             return _straight(flat, arguments, gpu_bytes, how, to_host)
         except DoesNotFit as error:
             if refusal is None or error.needed_bytes < refusal.needed_bytes:
@@ -209,7 +259,7 @@ def make_program(
             if not any(e.name in ("scan", "while", "cond") for e in flat.equations):
                 break
     assert refusal is not None
-    raise refusal
+    return refusal.with_traceback(None)
 
 
 def smallest_refusal(make: Callable[[int], Program], refusal: DoesNotFit) -> DoesNotFit:
@@ -226,7 +276,7 @@ def smallest_refusal(make: Callable[[int], Program], refusal: DoesNotFit) -> Doe
         try:
             make(budget)
         except DoesNotFit as error:
-            budget = max(error.needed_bytes, budget + budget // 32)
+            budget = max(error.needed_bytes, budget + budget // 16)
             refusal = error.for_(refusal.gpu_bytes, budget)
         else:
             break
@@ -287,13 +337,7 @@ def _chain(
     gpu_bytes: int,
     how: How,
     to_host: frozenset[int],
-    tight: bool,
 ) -> Chain:
-    """Programs for a function with driven equations.
-
-    Args:
-      tight: whether whatever is between pieces goes to host memory.
-    """
     arguments = lowering.kept(arguments, flat)
     to_host |= frozenset(lowering.reuses(flat, arguments))
     pieces = list(_pieces(flat))
@@ -314,7 +358,7 @@ def _chain(
         )
         room = gpu_bytes - waiting
         ahead = pieces[k + 1] if k + 1 < len(pieces) else None
-        away = _away(flat, piece, ahead, 0 if tight else gpu_bytes, to_host)
+        away = _away(flat, piece, ahead, 0 if how.tight else gpu_bytes, to_host)
         try:
             if isinstance(piece.work, Equation):
                 made = _driven(piece.work, mine, arguments, room, how)
@@ -475,6 +519,10 @@ def _driven(
     how: How,
 ) -> Program:
     operands = [held[v] for v in equation.inputs if isinstance(v, int)]
+    if equation.name in tables.HOST_READS | tables.HOST_WRITES:
+        away = sum(h.nbytes for h in operands if not h.on_host)
+        plan = dataclasses.replace(_together([], room), d2h_bytes=away)
+        return Rows(plan, equation.origin)
     make = _loop if equation.name == "while" else _choice
     return make(equation, operands, arguments, room, how)
 
@@ -509,10 +557,9 @@ def _loop(
                 params["body_jaxpr"], given, own, room, often, to_host, condition
             )
         except DoesNotFit as error:
-            largest = _largest_on_device(carried, on_host)
-            if largest is None:
+            if all(on_host):
                 raise error.beside(staying) from None
-            on_host[largest] = True
+            _send_larger_half(carried, on_host)
             continue
         moved = [
             i for i, away in enumerate(body.ends_on_host[1:]) if away and not on_host[i]
@@ -545,9 +592,11 @@ def _carried_on_host(carried: Sequence[_Held], room: int) -> list[bool]:
     return on_host
 
 
-def _largest_on_device(carried: Sequence[_Held], on_host: Sequence[bool]) -> int | None:
+def _send_larger_half(carried: Sequence[_Held], on_host: list[bool]) -> None:
     there = [i for i, away in enumerate(on_host) if not away]
-    return max(there, key=lambda i: carried[i].nbytes, default=None)
+    there.sort(key=lambda i: carried[i].nbytes)
+    for i in there[len(there) // 2 :]:
+        on_host[i] = True
 
 
 def _used_up(program: Program) -> tuple[bool, ...]:
@@ -588,10 +637,10 @@ def _together(plans: Sequence[Plan], gpu_bytes: int) -> Plan:
     total: Callable[[str], Any] = lambda name: sum(getattr(p, name) for p in plans)
     return Plan(
         gpu_bytes=gpu_bytes,
-        peak_bytes=max(p.peak_bytes for p in plans),
+        peak_bytes=max((p.peak_bytes for p in plans), default=0),
         h2d_bytes=total("h2d_bytes"),
         d2h_bytes=total("d2h_bytes"),
-        host_bytes=max(p.host_bytes for p in plans),
+        host_bytes=max((p.host_bytes for p in plans), default=0),
         predicted_seconds=total("predicted_seconds"),
         lower_bound_seconds=total("lower_bound_seconds"),
         strategy="driven",

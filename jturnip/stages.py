@@ -22,6 +22,7 @@ from jturnip.compat import Device
 from jturnip.compiler.executables import compile_whole
 from jturnip.compiler.report import CompileReport
 from jturnip.errors import ArgumentError, DoesNotFit, UnsupportedError
+from jturnip.frontend.hints import names_a_place
 from jturnip.frontend.jaxpr import flatten
 from jturnip.frontend.partition import Partitioner
 from jturnip.frontend.values import FlatJaxpr, Type
@@ -99,6 +100,7 @@ class Traced:
         )
         self._traced = _trace(jitted, statics, call, device if committed else None)
         jaxpr = self._traced.jaxpr
+        committed = committed or names_a_place(jaxpr)
         # Whether the function closes over values of an outer transformation.
         self.closes_over_tracers = len(jaxpr.in_avals) != len(call.leaves) or any(
             isinstance(c, Tracer) for c in getattr(jaxpr, "consts", ())
@@ -300,11 +302,32 @@ class Lowered:
             else:
                 program = self._measured_program()
                 piece = make_piece(program, self._options.link)
-                runner = PieceRunner(piece, self._traced.out_tree, self._wanted)
+                wanted = dataclasses.replace(
+                    self._wanted,
+                    back=self._coming_back(program),
+                    committed=self._arguments.committed,
+                )
+                runner = PieceRunner(piece, self._traced.out_tree, wanted)
             report = self._compile_report(program)
         return Compiled(
             runner, self._call, self._arguments, self._traced, self._options, report
         )
+
+    def _coming_back(self, program: Program) -> tuple[int, ...]:
+        """Results that a program leaves in host memory and the device has room for: all of
+        those that nobody asked for there, or none."""
+        results = [Type.of(info).nbytes for info in jax.tree.leaves(self._traced.out_info)]
+        infos = jax.tree.leaves(self._traced.args_info)
+        pairs = list(zip(map(Type.of, infos), self._arguments.whose, strict=True))
+        outs = [Type.of(info) for info in jax.tree.leaves(self._traced.out_info)]
+        asked = placement.reused_arguments(pairs, outs).keys()
+        asked |= self._wanted.places(on_host=True)
+        ends = program.ends_on_host
+        back = tuple(i for i, away in enumerate(ends) if away and i not in asked)
+        staying = sum(t.nbytes for t, w in pairs if w is Whose.CALLER_DEVICE)
+        there = sum(n for i, n in enumerate(results) if not ends[i] or i in back)
+        arena = placement.arena_bytes(self.gpu_bytes, self._arguments.device)
+        return back if staying + there <= arena else ()
 
     def _compile_report(self, program: Program | None) -> CompileReport:
         whole = self._whole_report

@@ -27,6 +27,19 @@ def _is_memory(target: Any) -> bool:
     return len(target.device_set) == 1
 
 
+def names_a_place(closed: Any) -> bool:
+    """Whether a function says at any depth where a value is: then `jax.jit` commits its
+    results."""
+    for eqn in getattr(closed, "jaxpr", closed).eqns:
+        if eqn.primitive.name in ("sharding_constraint", "shard_map"):
+            return True
+        if eqn.primitive.name == "device_put" and any(eqn.params["devices"]):
+            return True
+        if any(map(names_a_place, nested(eqn))):
+            return True
+    return False
+
+
 def has_moves(eqn: Any) -> bool:
     """Whether a nested jaxpr of an equation moves values or holds some in host memory."""
     for closed in nested(eqn):

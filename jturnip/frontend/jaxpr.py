@@ -1,15 +1,16 @@
 """A jaxpr, flat: nested calls inlined, loops cut where asked, dead equations gone."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
+from jax import lax
 
 from jturnip import compat
 from jturnip.errors import UnsupportedError
-from jturnip.frontend import hints, refs, stacks
+from jturnip.frontend import hints, refs, stacks, tables
 from jturnip.frontend.loops import (
     SMALL,
     Cuts,
@@ -19,6 +20,7 @@ from jturnip.frontend.loops import (
     scan_counts,
 )
 from jturnip.frontend.stacks import Spread, Stack, Value
+from jturnip.frontend.tables import Sparse
 from jturnip.frontend.values import (
     Constant,
     Equation,
@@ -33,6 +35,10 @@ from jturnip.frontend.values import (
 
 
 __all__ = ["Constant", "Equation", "FlatJaxpr", "Parts", "Slice", "Type", "flatten"]
+
+# A table in host memory that is larger than this, or than a share of what a task may hold,
+# is left there.
+_TABLE = 1 << 20
 
 # Primitive name → the parameter that holds the jaxpr it only calls. Differentiation rules
 # (custom_jvp, custom_vjp) have done their part by the time a function is traced.
@@ -173,6 +179,10 @@ class _Flattener:
                 types = tuple(self._types[p] for p in value.parts)
                 (value.whole,) = self._ours(stacks.joining(types), value.parts, calls)
             return value.whole
+        if isinstance(value, Sparse):
+            if value.whole is None:
+                value.whole = self._sparse_rows(value, 0, value.type.shape[0])
+            return value.whole
         if isinstance(value, Spread):
             length = value.type.shape[0]
             if length not in value.values:
@@ -186,6 +196,11 @@ class _Flattener:
         """A value as parts of so many rows."""
         if isinstance(value, Stack) and value.rows == rows and value.parts is not None:
             return value.parts
+        if isinstance(value, Sparse):
+            if rows not in value.parts:
+                cuts = stacks.bounds(value.type.shape[0], rows)
+                value.parts[rows] = tuple(self._sparse_rows(value, *cut) for cut in cuts)
+            return value.parts[rows]
         if isinstance(value, Spread):
             return tuple(
                 self._spread_rows(value, stop - start)
@@ -261,17 +276,9 @@ class _Flattener:
             return self._scan(eqn, operands, calls)
         if id(eqn) in self._cuts.long:
             return self._long_scan(eqn, operands, calls)
-        if name == "slice":
-            rows = self._rows(eqn, operands[0], calls)
-            if rows is not None:
-                return [rows]
-        if any(isinstance(v, Stack) for v in operands):
-            split = self._by_parts(eqn, operands, calls)
-            if split is not None:
-                return [split]
-        elif self._is_spread(eqn):
-            operand = self.whole(operands[0], calls)
-            return [Spread(eqn, operand, calls, Type.of(eqn.outvars[0].aval))]
+        made = self._apart(eqn, operands, calls)
+        if made is not None:
+            return [made]
         ours = hints.has_moves(eqn)
         if ours:
             eqn, calls = self._without_moves(eqn), (*calls, eqn)
@@ -279,6 +286,26 @@ class _Flattener:
         if self._streaming is not None and is_driven(eqn, self._streaming):
             return self._driven(eqn, whole, calls, ours)
         return self._emit(eqn, whole, calls, ours)
+
+    def _apart(
+        self, eqn: Any, operands: Sequence[Value], calls: tuple[Any, ...]
+    ) -> Value | None:
+        """The result of an equation that need not hold all of what it reads or writes;
+        None for any other."""
+        name = eqn.primitive.name
+        made: Value | None = None
+        if name in tables.HOST_READS or name in tables.HOST_WRITES:
+            made = self._table_rows(eqn, operands, calls)
+        elif name == "slice":
+            made = self._rows(eqn, operands[0], calls)
+        if made is None and any(isinstance(v, Sparse) for v in operands):
+            made = self._with_sparse(eqn, operands, calls)
+        if made is None and any(isinstance(v, Stack) for v in operands):
+            made = self._by_parts(eqn, operands, calls)
+        if made is None and self._is_spread(eqn):
+            operand = self.whole(operands[0], calls)
+            made = Spread(eqn, operand, calls, Type.of(eqn.outvars[0].aval))
+        return made
 
     def _driven(
         self,
@@ -374,6 +401,86 @@ class _Flattener:
         whole = [self.whole(v, calls) for v in operands]
         return self._emit(eqn, whole, (*calls, lead), ours=True)
 
+    # -- tables ------------------------------------------------------------------------
+
+    def _is_table(self, value: Value) -> bool:
+        """Whether a value is in host memory and large enough to be left there."""
+        whole = value.whole if isinstance(value, Stack) else value
+        if self._streaming is None or not isinstance(whole, int):
+            return False
+        least = min(_TABLE, max(SMALL, self._streaming.largest // 4))
+        return whole in self._hosted and self._types[whole].nbytes > least
+
+    def _table_rows(
+        self, eqn: Any, operands: Sequence[Value], calls: tuple[Any, ...]
+    ) -> Value | None:
+        """Rows of a table in host memory, or some added to one."""
+        table, *others = operands
+        reads = eqn.primitive.name in tables.HOST_READS
+        if self._is_table(table) and (
+            tables.takes_rows(eqn) if reads else tables.adds_rows(eqn)
+        ):
+            whole = [self.whole(v, calls) for v in operands]
+            return self._driven(eqn, whole, calls, ours=False)[0]
+        if not reads and self._is_zeros(table) and tables.adds_rows(eqn):
+            indices, updates = (self.whole(v, calls) for v in others)
+            if isinstance(updates, int):
+                t = Type.of(eqn.outvars[0].aval)
+                return Sparse(eqn, calls, t, indices, updates)
+        return None
+
+    def _is_zeros(self, value: Value) -> bool:
+        if not isinstance(value, Spread) or not isinstance(value.operand, Constant):
+            return False
+        return not np.any(np.asarray(value.operand.value))
+
+    def _with_sparse(
+        self, eqn: Any, operands: Sequence[Value], calls: tuple[Any, ...]
+    ) -> Value | None:
+        """What stays sparse, and what is done to a table in host memory; None else."""
+        name = eqn.primitive.name
+        sparse = next(v for v in operands if isinstance(v, Sparse))
+        if _only_scales(eqn, [v is sparse for v in operands]):
+            return self._scaled(eqn, sparse, operands, calls)
+        first = operands[0]
+        added = name in ("add", "add_any") or (name == "sub" and first is not sparse)
+        others = [v for v in operands if v is not sparse]
+        if not added or len(others) != 1 or not self._is_table(others[0]):
+            return None
+        updates = sparse.updates
+        if name == "sub":
+            struct = self._types[updates].struct()
+            (updates,) = self._ours(jax.make_jaxpr(lax.neg)(struct), (updates,), calls)
+        whole = [self.whole(others[0], calls), sparse.indices, updates]
+        return self._driven(sparse.eqn, whole, calls, ours=False)[0]
+
+    def _scaled(
+        self, eqn: Any, sparse: Sparse, operands: Sequence[Value], calls: tuple[Any, ...]
+    ) -> Sparse:
+        """Does to the rows of a sparse table what `eqn` does to all of it."""
+        structs = [
+            (self._types[sparse.updates] if v is sparse else Type.of(atom.aval)).struct()
+            for v, atom in zip(operands, eqn.invars, strict=True)
+        ]
+        made = jax.make_jaxpr(lambda *operands: stacks.bind(eqn, operands))(*structs)
+        given = [sparse.updates if v is sparse else self.whole(v, calls) for v in operands]
+        (updates,) = self._ours(made, given, (*calls, eqn))
+        t = Type.of(eqn.outvars[0].aval)
+        return Sparse(sparse.eqn, sparse.calls, t, sparse.indices, updates)
+
+    def _sparse_rows(self, sparse: Sparse, start: int, stop: int) -> int:
+        indices = sparse.indices
+        of_indices = indices.type if isinstance(indices, Constant) else self._types[indices]
+        made = tables.scattering(
+            sparse.eqn.params["mode"],
+            sparse.type.shape[0],
+            sparse.type.rows(stop - start),
+            of_indices,
+            self._types[sparse.updates],
+        )
+        operands = (indices, sparse.updates, self._start(start))
+        return self._ours(made, operands, (*sparse.calls, sparse.eqn))[0]
+
     # -- loops and parts ---------------------------------------------------------------
 
     def _scan(
@@ -397,10 +504,15 @@ class _Flattener:
                 column[k] = y
         types = [Type.of(v.aval) for v in eqn.outvars[carries:]]
         results = [Stack(t, rows, tuple(c)) for t, c in zip(types, stacked, strict=True)]
-        for result in results:
-            if result.type.nbytes < SMALL:
-                self.whole(result, (*calls, eqn))
-        return [*carry, *(r.whole if r.type.nbytes < SMALL else r for r in results)]
+        within = (*calls, eqn)
+        small = [r.type.nbytes < SMALL for r in results]
+        return [
+            *carry,
+            *(
+                self.whole(r, within) if s else r
+                for r, s in zip(results, small, strict=True)
+            ),
+        ]
 
     def _long_scan(
         self, eqn: Any, operands: Sequence[Value], calls: tuple[Any, ...]
@@ -627,13 +739,28 @@ class _Flattener:
         return FlatJaxpr(tuple(self._types), equations, inputs, constants, outputs, slices)
 
 
-def _held(closed: Any, avals: Sequence[Any], streaming: Streaming) -> Iterable[Type]:
+def _held(closed: Any, avals: Sequence[Any], streaming: Streaming) -> Iterator[Type]:
     for i, aval in enumerate(avals):
         if i in streaming.on_host and _can_be_cut(aval.dtype):
             yield Type.of(aval)
     for array in getattr(closed, "consts", ()):
         if streaming.is_on_host(array) and _can_be_cut(array.dtype):
             yield Type.of(array)
+
+
+def _only_scales(eqn: Any, sparse: Sequence[bool]) -> bool:
+    """Whether zeros stay zeros, and sums of rows become the sums of what rows become."""
+    if eqn.primitive.name in ("neg", "convert_element_type", "copy"):
+        return True
+    scalars = not any(
+        v.aval.shape
+        for v, is_sparse in zip(eqn.invars, sparse, strict=True)
+        if not is_sparse
+    )
+    one = sum(sparse) == 1
+    if eqn.primitive.name == "mul":
+        return one and scalars
+    return eqn.primitive.name == "div" and one and scalars and sparse[0]
 
 
 def _can_be_cut(dtype: Any) -> bool:

@@ -6,7 +6,7 @@ of a stack of weights never holds the stack. Anything else asks for the value in
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -15,6 +15,7 @@ import jax.extend.core
 import jax.numpy as jnp
 from jax import lax
 
+from jturnip.frontend.tables import Sparse
 from jturnip.frontend.values import Constant, Type, bind
 
 
@@ -48,7 +49,7 @@ class Spread:
     values: dict[int, int] = field(default_factory=dict)
 
 
-Value: TypeAlias = int | Constant | Stack | Spread
+Value: TypeAlias = int | Constant | Stack | Spread | Sparse
 
 
 def bounds(length: int, rows: int) -> list[tuple[int, int]]:
@@ -214,7 +215,7 @@ def combining(eqn: Any, partial: Type) -> tuple[Any, Any, Any]:
     """
     short = jnp.issubdtype(partial.dtype, jnp.floating) and partial.dtype.itemsize < 4
     wide = jnp.dtype(jnp.float32) if short else partial.dtype
-    combine = combiner(eqn)
+    combine: Any = combiner(eqn)
     widened = Type(partial.shape, wide, partial.weak_type).struct()
     convert = lambda dtype: lambda x: lax.convert_element_type(x, dtype)
     return (
@@ -255,7 +256,7 @@ def as_while(eqn: Any, consts: int, carries: int) -> Any:
     return jax.make_jaxpr(run)(*structs)
 
 
-def shortened(eqn: Any, length: int, structs: Iterator[Any]) -> Any:
+def shortened(eqn: Any, length: int, structs: Sequence[Any]) -> Any:
     """A jaxpr with one equation: the scan `eqn` with `length` iterations."""
     run = lambda *operands: bind(eqn, operands, length=length)
     return jax.make_jaxpr(run)(*structs)

@@ -113,11 +113,9 @@ class Assembly:
             at = result.argument
             in_place = at is not None and at not in keep and _is_writable(leaves[at])
             if at is not None and in_place:
-                given = leaves[at]
-                taken = leaves[at] = _moved(given.sharding)(given)
-                given.delete()
-                self._taken[number] = taken
-                self._target.append(_writable(view(taken)))
+                leaves[at], memory = taken_over(leaves[at])
+                self._taken[number] = leaves[at]
+                self._target.append(memory)
             else:
                 self._target.append(_empty(result.type))
             for k, (instance, start, stop) in enumerate(result.parts):
@@ -169,6 +167,25 @@ class Assembly:
         self._target.clear()
         self._taken.clear()
         return results
+
+
+def taken_over(
+    array: jax.Array, copied: bool = False
+) -> tuple[jax.Array | None, np.ndarray]:
+    """The memory of a donated array, to be written to, and the array that now has it.
+
+    Where somebody else knows that memory it is a copy; where the host cannot write to the
+    device's arrays there is no array. With `copied` the array stays the caller's.
+    """
+    if copied or not _is_writable(array):
+        memory = _empty(Type.of(array))
+        np.copyto(memory, view(array))
+        if not copied:
+            array.delete()
+        return None, memory
+    taken = _moved(array.sharding)(array)
+    array.delete()
+    return taken, _writable(view(taken))
 
 
 @functools.cache

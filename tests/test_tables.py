@@ -1,0 +1,182 @@
+"""Tables in host memory: only the rows that are used travel."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import assert_same, memory_kinds
+from hypothesis import given, settings, strategies as st
+
+import jturnip
+from jturnip.frontend import tables
+from jturnip.frontend.values import bind
+
+
+ROWS, WIDTH = 4096, 128
+NBYTES = ROWS * WIDTH * 4
+TOKENS = np.random.default_rng(0).integers(0, ROWS, (4, 16), np.int32)
+TOKENS[0, :3] = 7  # some more than once
+
+
+def table(dtype: Any = np.float32) -> Any:
+    return np.random.default_rng(1).normal(size=(ROWS, WIDTH)).astype(dtype)
+
+
+def head() -> Any:
+    return np.random.default_rng(2).normal(size=(WIDTH, WIDTH)).astype(np.float32) / 12
+
+
+def forward(table: Any, head: Any, tokens: Any) -> Any:
+    return jnp.tanh(table[tokens] @ head)
+
+
+def loss(table: Any, head: Any, tokens: Any) -> Any:
+    return (forward(table, head, tokens) ** 2).mean() * 100
+
+
+def sgd(table: Any, head: Any, tokens: Any) -> Any:
+    value, gradients = jax.value_and_grad(loss, (0, 1))(table, head, tokens)
+    update = lambda weight, gradient: weight - 0.1 * gradient
+    return (*jax.tree.map(update, (table, head), gradients), value)
+
+
+def momentum(table: Any, head: Any, tokens: Any) -> Any:
+    """An update that changes every row, used or not."""
+    gradient = jax.grad(loss)(table, head, tokens)
+    moment = 0.9 * (table * 0.01) + 0.1 * gradient
+    return table - 0.1 * moment / (jnp.sqrt(moment**2) + 1e-3), moment
+
+
+def accumulated(table: Any, head: Any, tokens: Any) -> Any:
+    """Rows added to the table by hand."""
+    return table.at[tokens].add(forward(table, head, tokens))
+
+
+def layer_by_number(table: Any, head: Any, tokens: Any) -> Any:
+    """A row at a time, whose number is only known while it runs."""
+    add = lambda k, x: x + table[tokens[0, k]]
+    return jax.lax.fori_loop(0, jnp.int32(3), add, jnp.zeros(WIDTH))
+
+
+BUDGET = NBYTES // 4
+
+
+@pytest.mark.parametrize("fn", [forward, sgd, momentum, accumulated, layer_by_number])
+@pytest.mark.parametrize("hosted", [True, False], ids=["pinned", "numpy"])
+def test_a_table_larger_than_the_device(fn, hosted):
+    arguments = table(), head(), TOKENS
+    expected = jax.jit(fn)(*arguments)
+    f = jturnip.jit(fn, BUDGET)
+    assert_same(f(*(jturnip.host(arguments) if hosted else arguments)), expected)
+    assert f.last_run.peak_bytes <= BUDGET
+
+
+@pytest.mark.parametrize("fn", [forward, sgd, accumulated, layer_by_number])
+def test_only_the_rows_that_are_used_travel(fn):
+    arguments = jturnip.host((table(), head(), TOKENS))
+    f = jturnip.jit(fn, BUDGET)
+    f(*arguments)
+    used = TOKENS.size * WIDTH * 4
+    moved = f.last_run.h2d_bytes + f.last_run.d2h_bytes
+    assert moved <= 4 * used + 6 * head().nbytes
+    assert moved < NBYTES // 2
+
+
+def test_a_donated_table_is_changed_in_place():
+    f = jturnip.jit(sgd, BUDGET, donate_argnums=(0, 1))
+    state: Any = f(*jturnip.host((table(), head())), TOKENS)[:2]
+    expected = jax.jit(sgd)(table(), head(), TOKENS)[:2]
+    place = state[0].unsafe_buffer_pointer()
+    for _ in range(2):
+        given = state
+        *state, _ = f(*state, TOKENS)
+        *expected, _ = jax.jit(sgd)(*expected, TOKENS)
+        assert given[0].is_deleted()
+        assert state[0].unsafe_buffer_pointer() == place
+    assert memory_kinds(state[0]) == ["pinned_host"]
+    assert_same(tuple(state), tuple(expected))
+
+
+def test_a_table_that_is_kept_is_not_changed():
+    given = jturnip.host(table())
+    jturnip.jit(sgd, BUDGET)(given, head(), TOKENS)
+    np.testing.assert_array_equal(np.asarray(given), table())
+
+
+def test_bfloat16():
+    arguments = table(jnp.bfloat16), head().astype(jnp.bfloat16), TOKENS
+    f = jturnip.jit(sgd, NBYTES // 8)
+    assert_same(f(*jturnip.host(arguments)), jax.jit(sgd)(*arguments), ulps=8)
+
+
+# What the host does, against what JAX does.
+
+
+INDICES = st.lists(st.integers(-3, 14), min_size=1, max_size=8)
+MODES = st.sampled_from(["clip", "fill", "promise_in_bounds"])
+
+
+def equation(fn: Callable[..., Any], name: str, *args: Any) -> Any:
+    jaxpr = jax.make_jaxpr(fn)(*args)
+    found = list(_named(getattr(jaxpr, "jaxpr", jaxpr), name))
+    assert len(found) == 1
+    return found[0]
+
+
+def _named(jaxpr: Any, name: str) -> Any:
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == name:
+            yield eqn
+        for param in eqn.params.values():
+            inner = getattr(param, "jaxpr", param)
+            if hasattr(inner, "eqns"):
+                yield from _named(inner, name)
+
+
+@settings(max_examples=60, deadline=None)
+@given(indices=INDICES, mode=MODES, dtype=st.sampled_from(["float32", "int32", "bool"]))
+def test_rows_that_the_host_reads(indices, mode, dtype):
+    if mode == "promise_in_bounds":
+        indices = [i % 12 for i in indices]
+    small = (np.arange(24 * 12).reshape(24, 12) % 7).astype(dtype)[:12]
+    gather = lambda small, at: jax.lax.gather(
+        small,
+        at,
+        jax.lax.GatherDimensionNumbers((1,), (0,), (0,)),
+        (1, small.shape[1]),
+        mode=mode,
+    )
+    at = np.asarray(indices, np.int32)[:, None]
+    eqn = equation(gather, "gather", small, at)
+    found = tables.read_rows(eqn, small, at)
+    np.testing.assert_array_equal(found, np.asarray(gather(small, at)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(indices=INDICES, mode=MODES)
+def test_rows_that_the_host_adds(indices, mode):
+    if mode == "promise_in_bounds":
+        indices = [i % 12 for i in indices]
+    small = np.arange(12 * 5, dtype=np.float32).reshape(12, 5)
+    at = np.asarray(indices, np.int32)[:, None]
+    rows = np.arange(len(indices) * 5, dtype=np.float32).reshape(-1, 5)
+    numbers = jax.lax.ScatterDimensionNumbers((1,), (0,), (0,))
+    add = lambda small, at, rows: jax.lax.scatter_add(small, at, rows, numbers, mode=mode)
+    eqn = equation(add, "scatter-add", small, at, rows)
+    assert tables.adds_rows(eqn)
+    found = small.copy()
+    tables.add_rows(eqn, found, at, rows)
+    np.testing.assert_allclose(found, np.asarray(add(small, at, rows)), rtol=1e-6)
+
+
+@pytest.mark.parametrize("start", [-2, 0, 3, 40])
+def test_a_slice_whose_start_is_not_known(start):
+    small = np.arange(12 * 5).reshape(12, 5)
+    cut = lambda small, at: jax.lax.dynamic_slice(small, (at, 0), (2, 5))
+    eqn = equation(cut, "dynamic_slice", small, np.int32(start))
+    found = tables.read_rows(eqn, small, np.int32(start), np.int32(0))
+    (expected,) = bind(eqn, (jnp.asarray(small), jnp.int32(start), jnp.int32(0)))
+    np.testing.assert_array_equal(found, np.asarray(expected))

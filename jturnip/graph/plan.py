@@ -54,8 +54,7 @@ class Plan:
             )
         }
         plain = memgraph_to_json_dict(self.taskgraph, self.memgraph)
-        if self.pieces:
-            figures["pieces"] = [piece.to_json_dict() for piece in self.pieces]
+        figures["pieces"] = [piece.to_json_dict() for piece in self.pieces]
         return {**plain, "gpu_bytes": self.gpu_bytes, **figures}
 
     def to_json(self) -> str:

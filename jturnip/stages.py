@@ -129,8 +129,20 @@ class Traced:
         """Shapes, dtypes and donation of the arguments, in their tree."""
         return self._traced.args_info
 
-    def lower(self) -> "Lowered":
-        """Takes the function apart."""
+    @property
+    def fun_name(self) -> str:
+        """The name of the function."""
+        return self._traced.fun_name
+
+    def lower(self, **exporting: Any) -> Any:
+        """Takes the function apart; returns a `Lowered`.
+
+        Args:
+          exporting: what `jax.export` asks of `jax.jit`. It gets what `jax.jit` would give:
+            what is exported is one executable, without a budget.
+        """
+        if exporting:
+            return self._traced.lower(**exporting)
         return Lowered(
             self._traced, self._call, self._arguments, self._options, self._wanted
         )

@@ -44,7 +44,9 @@ def test_the_users_line_is_not_one_of_a_library(monkeypatch: pytest.MonkeyPatch)
         return [Frame(f"{library}/net.py", 7, 1, "call"), Frame("me.py", 3, 2, "f")]
 
     monkeypatch.setattr(compat, "_user_frames", frames)
+    compat._line_in.cache_clear()
     assert compat.source_line(first_equation()) == "me.py:3:2 (f)"
+    compat._line_in.cache_clear()
 
 
 class Frame(NamedTuple):

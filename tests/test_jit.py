@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -878,3 +879,10 @@ def test_a_simulated_link_changes_no_result():
     args = (np.asarray(square()), jturnip.host(layers(5)))
     f = jturnip.jit(tower, 300_000, link=link)
     assert_same(f(*args), jax.jit(tower)(square(), layers(5)))
+
+
+def test_export_of_and_through_a_function():
+    fn = jturnip.jit(lambda x: jnp.tanh(x @ x).sum(), "1MiB")
+    x = jnp.linspace(0.0, 1.0, 64 * 64).reshape(64, 64)
+    for exported in (jax.export.export(fn)(x), jax.export.export(jax.jit(fn))(x)):
+        assert_same(exported.call(x), fn(x))

@@ -13,6 +13,10 @@ import jax
 from jturnip.frontend.values import Type, bind
 
 
+# What `jax.jit` commits results for.
+_NAME_A_PLACE = frozenset(("sharding_constraint", "shard_map", "call_exported"))
+
+
 def is_move(eqn: Any) -> bool:
     """Whether an equation only moves values between memories of a device."""
     if eqn.primitive.name != "device_put":
@@ -31,7 +35,7 @@ def names_a_place(closed: Any) -> bool:
     """Whether a function says at any depth where a value is: then `jax.jit` commits its
     results."""
     for eqn in getattr(closed, "jaxpr", closed).eqns:
-        if eqn.primitive.name in ("sharding_constraint", "shard_map"):
+        if eqn.primitive.name in _NAME_A_PLACE:
             return True
         if eqn.primitive.name == "device_put" and any(eqn.params["devices"]):
             return True

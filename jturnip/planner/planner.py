@@ -112,7 +112,9 @@ def does_not_fit(
         beside = f", beside {format_bytes(kept)} of arguments on the device" if kept else ""
         if reserve_bytes:
             beside += f", and {format_bytes(reserve_bytes)} are jturnip's own"
-        remedy = "Hold those with jturnip.host(tree), " if kept else ""
+        # A few bytes there are not what is in the way.
+        worth = 16 * kept > needed_bytes
+        remedy = "Hold those with jturnip.host(tree), " if worth else ""
         message = (
             f'task {largest.id} "{largest.name}" ({largest.source or "unknown line"}) needs'
             f" {format_bytes(task_bytes(graph, largest))} at once{beside}; {asked}."

@@ -107,10 +107,9 @@ class LoopRunner:
             carried[i], ours = self._entering(array, on_host, i in kept, loop.used_up[i])
             if ours:
                 kept.discard(i)
-        reports = []
         asked = [*constants[: loop.of_condition], *carried]
         (goes_on,) = self._condition.run(asked)
-        reports.append(self._condition.last_run)
+        total = together([self._condition.last_run])
         del asked
         body, resident = self._body, 0
         try:
@@ -122,16 +121,15 @@ class LoopRunner:
                 carried.clear()
                 stay = frozenset(i + len(constants) for i in kept)
                 goes_on, *carried = body.run(arguments, stay)
-                reports.append(body.last_run)
+                total = together([total, body.last_run])
                 # What came back as it was is still the caller's.
                 kept = {i for i in kept if carried[i] is arguments[i + len(constants)]}
                 del arguments
         finally:
             if isinstance(body, SplitRunner):
                 body.let_go()
-        report = together(reports)
-        moved = report.h2d_bytes + resident
-        self.last_run = dataclasses.replace(report, h2d_bytes=moved)
+        moved = total.h2d_bytes + resident
+        self.last_run = dataclasses.replace(total, h2d_bytes=moved)
         return carried
 
     def _entering(

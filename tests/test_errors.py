@@ -294,8 +294,14 @@ def test_a_function_that_changes_a_reference_of_the_callers_is_refused():
     if not hasattr(jax, "new_ref"):
         pytest.skip("this jax has no public references")
     ref = jax.new_ref(jnp.zeros((128, 128)))
-    with pytest.raises(jturnip.UnsupportedError, match="closes over a mutable reference"):
+    with pytest.raises(jturnip.UnsupportedError) as refusal:
         jturnip.jit(lambda x: changing(ref, x), 100_000)(X)
+    message = str(refusal.value)
+    assert re.match(r'primitive "\w+" \(', message)
+    assert line_of(changing, "# the reference") in message
+    assert "closes over a mutable reference" in message
+    # What it needs whole, and what there is: so that the user knows what would help.
+    assert "97.7 KiB" in " ".join(refusal.value.__notes__)
 
 
 def test_a_value_put_on_another_device_is_refused_with_its_line():

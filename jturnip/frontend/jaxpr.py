@@ -769,14 +769,21 @@ def _can_be_cut(dtype: Any) -> bool:
 
 
 def _check_arguments(closed: Any) -> None:
+    """Refuses references that come from outside, with the line that first uses one."""
     jaxpr = getattr(closed, "jaxpr", closed)
     for v in (*jaxpr.invars, *jaxpr.constvars):
-        if compat.is_reference(v.aval):
-            raise UnsupportedError(
-                f"the function takes or closes over a mutable reference ({v.aval}), and"
-                " jturnip splits functions of arrays only. Make the reference inside the"
-                " function, or raise gpu_bytes so that the whole function fits."
-            )
+        if not compat.is_reference(v.aval):
+            continue
+        users = [e for e in jaxpr.eqns if any(v is operand for operand in e.invars)]
+        what = ""
+        for eqn in users[:1]:
+            where = source_line((eqn,), ()) or "unknown line"
+            what = f'primitive "{eqn.primitive.name}" ({where}) uses one: '
+        raise UnsupportedError(
+            f"{what}the function takes or closes over a mutable reference ({v.aval}), and"
+            " jturnip splits functions of arrays only. Make the reference inside the"
+            " function, or raise gpu_bytes so that the whole function fits."
+        )
 
 
 def _check(eqn: Any, calls: tuple[Any, ...]) -> None:

@@ -399,6 +399,14 @@ def test_copies_of_rows_live_as_long_as_their_array(monkeypatch):
     assert_bitwise(first[1], jnp.asarray(weights(3)[1:3]))
 
 
+def test_a_large_argument_that_is_returned_is_copied():
+    stack, x = jturnip.host((weights(), activations()))
+    fn = jturnip.jit(lambda stack, x: (stack, by_hand(stack, x)), 4 * LAYER)
+    same, last = fn(stack, x)
+    assert same.unsafe_buffer_pointer() != stack.unsafe_buffer_pointer()
+    assert_same((same, last), (jnp.asarray(weights()), by_hand(weights(), activations())))
+
+
 # A language model.
 
 

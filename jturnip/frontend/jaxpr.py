@@ -680,22 +680,26 @@ class _Flattener:
         self, results: Sequence[Value], forwarded: Collection[int]
     ) -> tuple[int | Parts, ...]:
         """Results as values that are each written once, for this purpose only."""
+        found = [
+            (r, self.parts(r, r.rows, ()), None)
+            if isinstance(r, Stack) and self._is_left_in_parts(r, forwarded)
+            else (r, None, self.whole(r))
+            for r in results
+        ]
         taken = set(range(len(self._types)))
         for equation in self._equations:
             taken.difference_update(equation.outputs)
         outputs: list[int | Parts] = []
-        for result in results:
-            pieces = self._as_parts(result, forwarded)
+        for result, pieces, value in found:
             if pieces is not None:
                 assert isinstance(result, Stack)
-                pieces = tuple(self._own(p, taken) for p in pieces)
-                outputs.append(Parts(pieces, result.type))
-                continue
-            value = self.whole(result)
-            if isinstance(value, int) and value in forwarded and value not in outputs:
+                own = tuple(self._own(p, taken) for p in pieces)
+                outputs.append(Parts(own, result.type))
+            elif isinstance(value, int) and value in forwarded and value not in outputs:
                 outputs.append(value)
-                continue
-            outputs.append(self._own(value, taken))
+            else:
+                assert value is not None
+                outputs.append(self._own(value, taken))
         return tuple(outputs)
 
     def _own(self, value: int | Constant, taken: set[int]) -> int:
@@ -707,18 +711,15 @@ class _Flattener:
         taken.add(value)
         return value
 
-    def _as_parts(
-        self, result: Value, forwarded: Collection[int]
-    ) -> tuple[int, ...] | None:
-        """A result's parts, if it is put together in host memory."""
-        if not isinstance(result, Stack) or result.whole in forwarded:
-            return None
+    def _is_left_in_parts(self, result: Stack, forwarded: Collection[int]) -> bool:
+        """Whether a result is put together in host memory: where it is large, or takes the
+        place of an argument there."""
+        if result.whole in forwarded:
+            return False
         assert self._streaming is not None
         large = 2 * result.type.nbytes > self._streaming.largest
         reuses = self._streaming.donated[(result.type.shape, result.type.dtype)] > 0
-        if result.parts is None and not large:
-            return None
-        return self.parts(result, result.rows, ()) if large or reuses else None
+        return large or (result.parts is not None and reuses)
 
     def finish(
         self, inputs: tuple[int, ...], outputs: tuple[int | Parts, ...]

@@ -137,7 +137,7 @@ class LoopRunner:
     ) -> tuple[Any, bool]:
         """A carried array in its place, and whether the loop may use it up."""
         if _is_on_host(array) != on_host:
-            moved = compat.copy_to(array, _sharding(_device(array), on_host))
+            moved = compat.copy_to(array, placement.sharding(_device(array), on_host))
             if not kept:
                 jax.block_until_ready(moved)
                 array.delete()
@@ -177,7 +177,7 @@ class RowsRunner:
         began = time.perf_counter()
         moved = sum(a.nbytes for a in others if not _is_on_host(a))
         arrays = [np.asarray(a) for a in others]
-        host = _sharding(_device(table), on_host=True)
+        host = placement.sharding(_device(table), on_host=True)
         if self._rows.writes:
             result = self._write(table, arrays, 0 in keep)
         else:
@@ -198,7 +198,7 @@ class RowsRunner:
         tables.add_rows(self._rows.eqn, memory, *arrays)
         if taken is not None:
             return taken
-        return jax.device_put(memory, _sharding(_device(table), on_host=True))
+        return jax.device_put(memory, placement.sharding(_device(table), on_host=True))
 
 
 class ChainRunner:
@@ -209,6 +209,10 @@ class ChainRunner:
         self.last_run: RunReport | None = None
         self._chain = chain
         self._device = chain.arguments.device
+        self._constants = [
+            (v, placement.placed_for_good(array, self._device))
+            for v, array in chain.constants
+        ]
         self._stages = [(s, make_piece(s.program, link)) for s in chain.stages]
 
     def run(self, leaves: Sequence[Any], keep: frozenset[int] = frozenset()) -> list[Any]:
@@ -221,10 +225,9 @@ class ChainRunner:
             values[v] = self._placed(leaf, whose)
             if i in keep or not (whose.donated or whose.ours):
                 theirs.add(id(values[v]))
-        for v, array in chain.constants:
-            whose = placement.whose(array, False)
-            values[v] = self._placed(array, whose)
-            theirs.add(id(values[v]))
+        for v, array in self._constants:
+            values[v] = array
+            theirs.add(id(array))
         reports = []
         for stage, piece in self._stages:
             self._run_stage(stage, piece, values, theirs)
@@ -262,12 +265,12 @@ class ChainRunner:
     def _placed(self, leaf: Any, whose: Whose) -> Any:
         if isinstance(leaf, jax.Array) and not whose.ours:
             return leaf
-        return jax.device_put(leaf, _sharding(self._device, whose.on_host))
+        return jax.device_put(leaf, placement.sharding(self._device, whose.on_host))
 
     def _result(
         self, at: int, output: int | Parts, values: dict[int, Any], theirs: set[int]
     ) -> Any:
-        host = _sharding(self._device, on_host=True)
+        host = placement.sharding(self._device, on_host=True)
         if isinstance(output, Parts):
             parts = [hoststacks.view(values.pop(v)) for v in output.values]
             return jax.device_put(np.concatenate(parts), host)
@@ -302,8 +305,3 @@ def _is_on_host(array: Any) -> bool:
 
 def _device(array: Any) -> Device:
     return next(iter(array.devices()))
-
-
-def _sharding(device: Device, on_host: bool) -> jax.sharding.Sharding:
-    kind = "pinned_host" if on_host else "device"
-    return jax.sharding.SingleDeviceSharding(device, memory_kind=kind)

@@ -2,6 +2,7 @@
 
 import enum
 import os
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -86,6 +87,32 @@ def _is_more_than_numpy(array: jax.Array) -> bool:
     """Whether it is a key or weakly typed, which numpy's arrays never are."""
     is_key = jnp.issubdtype(array.dtype, jax.dtypes.extended)
     return is_key or bool(getattr(array, "weak_type", False))
+
+
+# id of a closed-over array → its copy in its place, as long as a program has that.
+_PLACED: "weakref.WeakValueDictionary[Any, jax.Array]" = weakref.WeakValueDictionary()
+
+
+def placed_for_good(array: Any, device: Device) -> jax.Array:
+    """A closed-over array in its place: on the device if it is small, else on the host.
+
+    Numpy's memory is not made for transfers, so it is copied once, for all programs that
+    close over it, and not in each run. The programs must hold `array`.
+    """
+    holder = whose(array, False)
+    if isinstance(array, jax.Array) and not holder.ours:
+        return array
+    key = id(array), device
+    placed = _PLACED.get(key)
+    if placed is None:
+        placed = _PLACED[key] = jax.device_put(array, sharding(device, holder.on_host))
+    return placed
+
+
+def sharding(device: Device, on_host: bool) -> jax.sharding.Sharding:
+    """One of the two memories of a device."""
+    kind = "pinned_host" if on_host else "device"
+    return jax.sharding.SingleDeviceSharding(device, memory_kind=kind)
 
 
 def copy(array: jax.Array) -> jax.Array:
@@ -292,18 +319,16 @@ def broadcast_shardings(prefix: Any, tree: Any, what: str) -> list[Any]:
     return found
 
 
-def placed(leaf: Any, sharding: Any) -> Any:
+def placed(leaf: Any, where: Any) -> Any:
     """An argument where `in_shardings` says that it is."""
-    if sharding is None:
+    if where is None:
         return leaf
     if isinstance(leaf, jax.ShapeDtypeStruct):
         weak = getattr(leaf, "weak_type", False)
-        return jax.ShapeDtypeStruct(
-            leaf.shape, leaf.dtype, weak_type=weak, sharding=sharding
-        )
-    if isinstance(leaf, jax.Array) and leaf.sharding == sharding and leaf.committed:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=weak, sharding=where)
+    if isinstance(leaf, jax.Array) and leaf.sharding == where and leaf.committed:
         return leaf
-    return jax.device_put(leaf, sharding)
+    return jax.device_put(leaf, where)
 
 
 def structs_of(shardings: Any) -> list[jax.ShapeDtypeStruct]:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import jax
 
-from jturnip import compat, lowering, placement
+from jturnip import compat, placement
 from jturnip.compiler import nans
 from jturnip.errors import ArgumentError, ExecutionError
 from jturnip.frontend.values import FlatJaxpr, Parts, Slice, Type
@@ -141,6 +141,7 @@ class SplitRunner:
         self._link = link
         self._names = split.arguments.names
         self._committed = split.arguments.committed
+        self._device = split.arguments.device
         memgraph = program.memgraph
         start: dict[int, int] = {
             int(memgraph.instances[i].buffer): i for i in memgraph.inputs_at_start
@@ -152,7 +153,8 @@ class SplitRunner:
             for v, w in zip(flat.inputs, split.arguments.whose, strict=True)
         )
         self._constants = tuple(
-            (start[buffers[v]], self._place_for_good(array)) for v, array in flat.constants
+            (start[buffers[v]], placement.placed_for_good(array, self._device))
+            for v, array in flat.constants
         )
         self._donated = frozenset(i for i, w in self._arguments if w.donated)
         self._cut = _cut_arrays(split, start)
@@ -164,13 +166,6 @@ class SplitRunner:
         self._resident = tuple(start[b] for b in split.resident)
         self._held: dict[int, Any] = {}
         self.resident_bytes = straight.resident_bytes
-
-    def _place_for_good(self, array: Any) -> tuple[Whose, Any]:
-        """A closed-over array; a small one is put on the device now."""
-        whose = lowering.constant_whose(array)
-        if whose is Whose.CALLER_DEVICE:
-            array = self._placed(array, Whose.OURS_DEVICE)
-        return whose, array
 
     def hold(self, leaves: Sequence[Any]) -> None:
         """Puts on the device what the plan takes to be there, for runs with the same
@@ -253,8 +248,8 @@ class SplitRunner:
     def _place(self, leaves: Sequence[Any], arrays: list[Any]) -> None:
         for (instance, whose), leaf in zip(self._arguments, leaves, strict=True):
             arrays[instance] = self._placed(leaf, whose)
-        for instance, (whose, array) in self._constants:
-            arrays[instance] = self._placed(array, whose)
+        for instance, array in self._constants:
+            arrays[instance] = array
         for source, instances, cuts, keep in self._cut:
             rows = rows_of(arrays[source], cuts, keep)
             for instance, array in zip(instances, rows, strict=True):
@@ -265,9 +260,7 @@ class SplitRunner:
     def _placed(self, leaf: Any, whose: Whose) -> jax.Array:
         if isinstance(leaf, jax.Array) and not whose.ours:
             return leaf
-        program = self._program
-        sharding = program.host_sharding if whose.on_host else program.device_sharding
-        return jax.device_put(leaf, sharding)
+        return jax.device_put(leaf, placement.sharding(self._device, whose.on_host))
 
 
 def _blame(split: Split, task: int, operands: Sequence[Any]) -> FloatingPointError:

@@ -114,17 +114,23 @@ def _line_in(traceback: Any) -> str:
 def settled(array: Any, committed: bool) -> Any:
     """The same array as `jax.jit` would give it out: with the memory that it is in as part
     of its type, which `copy_to` leaves as it was, and committed to its device or not."""
-    if _Array is None or type(array) is not array_type():
-        return array
+    try:
+        if _Array is not None and type(array) is array_type():
+            return _settled(array, committed)
+        if _Array is not None and jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key):
+            return type(array)(array._impl, _settled(array._base_array, committed))
+    except (AttributeError, TypeError):  # another signature than the one we know
+        pass
+    return array
+
+
+def _settled(array: Any, committed: bool) -> Any:
     on_host = array.sharding.memory_kind != "device"
     space = jax.memory.Space.Host if on_host else jax.memory.Space.Device
     if array.committed == committed and array.aval.memory_space == space:
         return array
-    try:
-        aval = array.aval.update(memory_space=space)
-        return _Array(aval, array.sharding, [array], committed, _skip_checks=True)
-    except (AttributeError, TypeError):  # another signature than the one we know
-        return array
+    aval = array.aval.update(memory_space=space)
+    return _Array(aval, array.sharding, [array], committed, _skip_checks=True)
 
 
 def is_nan_error(error: BaseException) -> bool:

@@ -6,7 +6,8 @@
     │   ├── DoesNotFit       a task, or the caller's own arrays, exceed gpu_bytes
     │   └── HostMemoryError  the host cannot hold what must be offloaded
     ├── UnsupportedError     a function jturnip cannot take apart, or arrays it cannot place
-    ├── ArgumentError        a deleted or donated array was passed (also a ValueError)
+    ├── ArgumentError        a deleted or donated array was passed (also a ValueError and
+    │                        a RuntimeError)
     └── ExecutionError       an operation failed while running; its cause is attached
     InternalError            our own bug: please report it
 
@@ -65,8 +66,11 @@ class UnsupportedError(JTurnipError):
     """A function jturnip cannot take apart, or arrays it cannot place."""
 
 
-class ArgumentError(JTurnipError, ValueError):
-    """An argument cannot be used, for example because it was donated before."""
+class ArgumentError(JTurnipError, ValueError, RuntimeError):
+    """An argument cannot be used, for example because it was donated before.
+
+    Where `jax.jit` says so it raises a ValueError or a RuntimeError, by its version.
+    """
 
 
 class ExecutionError(JTurnipError, RuntimeError):

@@ -228,8 +228,10 @@ def _with_resident(graph: TaskGraph, resident: Collection[BufferId]) -> TaskGrap
 
 
 def kept(arguments: Arguments, flat: FlatJaxpr) -> Arguments:
-    """A donated argument that is returned as it is stays where it is."""
-    returned = frozenset(flat.result_values)
+    """A donated argument that is returned as it is, or that nothing reads, stays."""
+    read = {v for e in flat.equations for v in e.inputs if isinstance(v, int)}
+    read.update(s.source for s in flat.slices)
+    returned = {*flat.result_values, *(v for v in flat.inputs if v not in read)}
     alive = {
         Whose.DONATED_DEVICE: Whose.CALLER_DEVICE,
         Whose.DONATED_HOST: Whose.CALLER_HOST,

@@ -276,7 +276,7 @@ def smallest_refusal(make: Callable[[int], Program], refusal: DoesNotFit) -> Doe
         try:
             make(budget)
         except DoesNotFit as error:
-            budget = max(error.needed_bytes, budget + budget // 16)
+            budget = max(error.needed_bytes, budget + budget // 4)
             refusal = error.for_(refusal.gpu_bytes, budget)
         else:
             break

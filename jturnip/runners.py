@@ -1,6 +1,7 @@
 """What a compiled function is when called: one executable, or the loop over a plan."""
 
 import collections
+import contextlib
 import enum
 import functools
 import time
@@ -104,7 +105,9 @@ class WholeRunner:
                     else jax.device_put(leaf, self._device)
                     for leaf in leaves
                 ]
-                raise nans.blame(self._flat, everything, self._flat.inputs, alive) from None
+                raise nans.blame(
+                    self._flat, everything, self._flat.inputs, alive, nans.looked_for()
+                ) from None
             raise
         self._seconds = time.perf_counter() - began
         return results
@@ -201,8 +204,12 @@ class SplitRunner:
             staying = {self._arguments[i][0] for i in (*assembly.arguments, *keep)}
             self._place(leaves, arrays)
             donated = self._donated - staying
-            engines = DeviceEngines(program, arrays, donated, marks, assembly, self._link)
-            report = run(program.schedule, engines, self.plan.strategy)
+            looked_for = nans.looked_for()
+            engines = DeviceEngines(
+                program, arrays, donated, marks, assembly, self._link, looked_for
+            )
+            with nans.unheard() if looked_for else contextlib.nullcontext():
+                report = run(program.schedule, engines, self.plan.strategy)
             of = {
                 Origin.ARGUMENT: leaves,
                 Origin.INSTANCE: arrays,
@@ -211,6 +218,9 @@ class SplitRunner:
             for origin, at in self._results:
                 results.append(self._settled(of[origin][at], origin))
             _raise_failures(results)
+            if engines.suspect is not None:
+                if any(nans.is_bad(result, looked_for) for result in results):
+                    raise engines.suspect
             engines.close()
         except BaseException as error:
             arrays.clear()
@@ -263,9 +273,11 @@ class SplitRunner:
         return jax.device_put(leaf, placement.sharding(self._device, whose.on_host))
 
 
-def _blame(split: Split, task: int, operands: Sequence[Any]) -> FloatingPointError:
+def _blame(
+    split: Split, task: int, operands: Sequence[Any], kinds: nans.Kinds
+) -> FloatingPointError:
     group = split.groups[task]
-    return nans.blame(split.flat, group.equations, group.inputs, operands)
+    return nans.blame(split.flat, group.equations, group.inputs, operands, kinds)
 
 
 class Origin(enum.Enum):

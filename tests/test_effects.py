@@ -231,3 +231,16 @@ def test_debugging_of_nans_names_the_line(strategy, kind):
             f(X, WEIGHTS)
         with pytest.raises(FloatingPointError):
             jax.jit(fn)(X, WEIGHTS)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "turnip"])
+def test_a_nan_that_no_result_has_is_no_error(strategy):
+    def fn(x, weights):
+        for weight in weights:
+            bad = jnp.log(-jnp.abs(x @ weight))
+            x = jnp.where(jnp.isnan(bad), jnp.tanh(x @ weight), bad)
+        return x
+
+    f = jturnip.jit(fn, 1 << 20, strategy=strategy)
+    with jax.debug_nans(True):
+        assert_same(f(X, WEIGHTS), jax.jit(fn)(X, WEIGHTS))

@@ -23,6 +23,7 @@ import numpy as np
 
 from jturnip import compat
 from jturnip.compat import Device
+from jturnip.compiler.nans import unheard
 from jturnip.compiler.origin import Origin, compile_lowered
 from jturnip.compiler.progress import progress_bar
 from jturnip.compiler.report import CompileReport
@@ -259,7 +260,7 @@ def _compile(
     packed = any(is_packed(flat.types[v].dtype) for v in group.inputs)
     executable = Executable(
         # jax 0.10's Compiled refuses an array of packed numbers that was in host memory.
-        call=jitted if packed else compiled,
+        call=_settling(jitted) if packed else compiled,
         marked=marked,
         workspace=int(memory.temp_size_in_bytes) if memory is not None else 0,
         flops=float(cost.get("flops", 0.0)),
@@ -269,6 +270,11 @@ def _compile(
         and all(_can_be_made_up(flat.types[v].dtype) for v in group.inputs),
     )
     return executable, origin
+
+
+def _settling(jitted: Any) -> Callable[..., Sequence[jax.Array]]:
+    """`jitted`, for arrays that do not know which memory they came to."""
+    return lambda *operands: jitted(*(compat.settled(o, True) for o in operands))
 
 
 def _can_be_made_up(dtype: Any) -> bool:
@@ -288,9 +294,14 @@ def _may_be_tried(eqn: Any) -> bool:
 
 def try_out(executables: Sequence[Executable], sharding: jax.sharding.Sharding) -> None:
     """Warms executables and measures each, the best of a few calls on zeros."""
+    with unheard():  # zeros make NaNs that are nobody's
+        _try_out(executables, sharding)
+
+
+def _try_out(executables: Sequence[Executable], sharding: jax.sharding.Sharding) -> None:
     queue = make_queue()
     slot = queue.open_slot() if queue.has_marks else -1
-    token = jax.device_put(jnp.asarray(slot, jnp.int32), sharding)
+    token = jax.device_put(np.asarray(slot, np.int32), sharding)
     for executable in executables:
         if not executable.may_be_tried or executable.seconds is not None:
             continue

@@ -4,8 +4,9 @@ JAX looks at what an executable returns. Which of its equations is to blame show
 are run again one by one; `jax.jit` does the same.
 """
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +15,39 @@ from jturnip import compat
 from jturnip.frontend.values import Constant, FlatJaxpr
 
 
+# Names of what is looked for, with what finds it.
+Kinds: TypeAlias = tuple[tuple[str, Callable[[Any], Any]], ...]
+
+
+def looked_for() -> Kinds:
+    """What the user wants to hear of."""
+    config: Any = jax.config
+    kinds = (("nan", jnp.isnan), ("inf", jnp.isinf))
+    return tuple((k, bad) for k, bad in kinds if getattr(config, f"jax_debug_{k}s"))
+
+
+@contextlib.contextmanager
+def unheard() -> Iterator[None]:
+    """While this lasts, JAX looks for nothing."""
+    with jax.debug_nans(False), jax.debug_infs(False):
+        yield
+
+
+def is_bad(array: Any, kinds: Kinds) -> bool:
+    """Whether an array has one of these in it."""
+    if not jnp.issubdtype(array.dtype, jnp.inexact):
+        return False
+    with unheard():
+        array = compat.settled(array, committed=True)
+        return any(bool(bad(array).any()) for _, bad in kinds)
+
+
 def blame(
     flat: FlatJaxpr,
     equations: Iterable[int],
     inputs: Sequence[int],
     operands: Sequence[Any],
+    kinds: Kinds,
 ) -> FloatingPointError:
     """The error for some equations of which one made a NaN or an infinity.
 
@@ -27,19 +56,14 @@ def blame(
       equations: those that were run together.
       inputs: the values they read.
       operands: the arrays of these; where some are deleted, no equation is blamed.
+      kinds: what was looked for.
     """
-    config: Any = jax.config
-    asked = [
-        (name, bad)
-        for name, bad in (("nan", jnp.isnan), ("inf", jnp.isinf))
-        if getattr(config, f"jax_debug_{name}s")
-    ]
     where = ""
     if not any(isinstance(o, jax.Array) and o.is_deleted() for o in operands):
-        with jax.debug_nans(False), jax.debug_infs(False):
+        with unheard():
             operands = [compat.settled(o, committed=True) for o in operands]
             values = dict(zip(inputs, operands, strict=True))
-            where = _first(flat, equations, values, asked)
+            where = _first(flat, equations, values, kinds)
     return FloatingPointError(where or "invalid value encountered in the function")
 
 
@@ -47,7 +71,7 @@ def _first(
     flat: FlatJaxpr,
     equations: Iterable[int],
     values: dict[int, Any],
-    asked: Sequence[tuple[str, Any]],
+    kinds: Kinds,
 ) -> str:
     for v, array in flat.constants:
         values.setdefault(v, jnp.asarray(array))
@@ -58,7 +82,7 @@ def _first(
         for result in results:
             if not jnp.issubdtype(result.dtype, jnp.inexact):
                 continue
-            for what, bad in asked:
+            for what, bad in kinds:
                 if bool(bad(result).any()):
                     where = equation.source or "unknown line"
                     return (

@@ -21,14 +21,16 @@ def is_move(eqn: Any) -> bool:
     """Whether an equation only moves values between memories of a device."""
     if eqn.primitive.name != "device_put":
         return False
-    return all(_is_memory(target) for target in eqn.params["devices"])
+    return all(map(_is_memory, eqn.params["devices"]))
 
 
 def _is_memory(target: Any) -> bool:
-    if target is None or not hasattr(target, "device_set"):
-        # A memory space; or a device, which is committed to more than a memory.
-        return target is None or not hasattr(target, "platform")
-    return len(target.device_set) == 1
+    """Whether a target names a memory, or the only device there is."""
+    if hasattr(target, "platform"):
+        devices = {target}
+    else:
+        devices = getattr(target, "device_set", set())
+    return not devices or (len(devices) == 1 and len(jax.local_devices()) == 1)
 
 
 def names_a_place(closed: Any) -> bool:

@@ -19,6 +19,7 @@ import numpy as np
 
 from jturnip import compat
 from jturnip.compat import Device
+from jturnip.compiler import nans
 from jturnip.compiler.executables import Executable
 from jturnip.errors import ExecutionError
 from jturnip.graph.memgraph import MemGraph
@@ -58,7 +59,7 @@ class Program:
     device_sharding: jax.sharding.Sharding
     host_sharding: jax.sharding.Sharding
     # The error for a task that made a NaN of these operands.
-    blame: Callable[[int, Sequence[Any]], FloatingPointError]
+    blame: Callable[[int, Sequence[Any], nans.Kinds], FloatingPointError]
 
 
 def make_program(
@@ -67,7 +68,7 @@ def make_program(
     schedule: Schedule,
     executables: Sequence[Executable],
     device: Device,
-    blame: Callable[[int, Sequence[Any]], FloatingPointError],
+    blame: Callable[[int, Sequence[Any], nans.Kinds], FloatingPointError],
 ) -> Program:
     """Binds a plan to executables (indexed by `Task.executable`) and a device."""
     waiters.start()
@@ -109,6 +110,7 @@ class DeviceEngines:
         marks: "MarkSlots",
         assembly: Assembly,
         link: SimulatedLink | None = None,
+        looked_for: nans.Kinds = (),
     ):
         self._program = program
         self.arrays = arrays
@@ -124,6 +126,9 @@ class DeviceEngines:
         # The array whose readiness is the op's completion.
         self._in_flight: dict[int, Any] = {}
         self._errors: dict[int, BaseException] = {}
+        # What `jax_debug_nans` looks for, until it is found; the error if a result has it.
+        self._looked_for = looked_for
+        self.suspect: FloatingPointError | None = None
         # What waiter threads are doing for this run.
         self._waiting: dict[int, waiters.Job] = {}
         self._link = None if link is None else LinkThreads(link, self._queue.push)
@@ -142,11 +147,6 @@ class DeviceEngines:
             else:
                 self._transfer(op, step)
         except Exception as error:
-            if compat.is_nan_error(error):
-                task = self._program.memgraph.ops[op].task
-                assert task is not None
-                operands = [self.arrays[i] for i in step.reads]
-                raise self._program.blame(task, operands) from None
             raise self._failure(op, error) from error
 
     def wait(self) -> list[tuple[int, float]]:
@@ -213,6 +213,17 @@ class DeviceEngines:
         self._in_flight[op] = done
         for i, result in zip(step.writes, results, strict=True):
             arrays[i] = result
+        if self._looked_for:
+            self._look(op, step, operands)
+
+    def _look(self, op: int, step: Step, operands: list[Any]) -> None:
+        """Looks for NaNs in what a task wrote. The first that made one is to blame if a
+        result has one, as under `jax.jit`; else nobody hears of it."""
+        task = self._program.memgraph.ops[op].task
+        assert task is not None
+        if any(nans.is_bad(self.arrays[i], self._looked_for) for i in step.writes):
+            self.suspect = self._program.blame(task, operands, self._looked_for)
+            self._looked_for = ()
 
     def _transfer(self, op: int, step: Step) -> None:
         program = self._program

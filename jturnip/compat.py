@@ -5,7 +5,7 @@
 | `jax._src.source_info_util.user_frames` | the user's file and line | no line |
 | `jax._src.config.trace_context` | what changes how a function traces | the x64 mode |
 | `persistent_cache_min_compile_time_secs` | stores what compiles quickly | does not |
-| `jax._src.array.ArrayImpl` | results that are not committed | they are |
+| `jax._src.array.ArrayImpl` | results not committed, or weakly typed | the other |
 | `batched_copy_array_to_devices_with_sharding` | copies quickly | `device_put` |
 
 It also reads what JAX offers publicly but does not describe to type checkers.
@@ -131,6 +131,18 @@ def _settled(array: Any, committed: bool) -> Any:
         return array
     aval = array.aval.update(memory_space=space)
     return _Array(aval, array.sharding, [array], committed, _skip_checks=True)
+
+
+def weakly_typed(array: Any, weak: bool) -> Any:
+    """The same array, of a weak type or not; of the one it is where that cannot be had."""
+    if _Array is None or type(array) is not array_type() or array.weak_type == weak:
+        return array
+    try:
+        aval = array.aval.update(weak_type=weak)
+        committed = array.committed
+        return _Array(aval, array.sharding, [array], committed, _skip_checks=True)
+    except (AttributeError, TypeError):  # another signature than the one we know
+        return array
 
 
 def is_nan_error(error: BaseException) -> bool:

@@ -272,7 +272,8 @@ def _refuse_early(
         return
     sizes = [task_bytes(bare, t) for t in bare.tasks]
     # Workspace adds to what a task needs: the hungriest with it is likely among these.
-    hungry = [g for g, size in zip(finest, sizes, strict=True) if size * 3 >= max(sizes)]
+    most = max(sizes)
+    hungry = [g for g, size in zip(finest, sizes, strict=True) if size * 3 >= most]
     graph, _ = _build(flat, hungry, arguments, _compile(flat, hungry, arguments))
     raise _refusal(graph, gpu_bytes, arguments.device)
 

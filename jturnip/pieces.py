@@ -56,11 +56,13 @@ def make_piece(program: Program, link: SimulatedLink | None) -> Piece:
 class PieceRunner:
     """A piece with the tree of a function's results around it, in their places."""
 
-    def __init__(self, piece: Piece, out_tree: Any, wanted: Wanted):
+    def __init__(self, piece: Piece, out_tree: Any, wanted: Wanted, weak: Sequence[bool]):
         self.piece = piece
         self.plan = piece.plan
         self._out_tree = out_tree
         self._wanted = wanted
+        # Whether each result is weakly typed: what was in numpy's hands no longer is.
+        self._weak = tuple(weak)
         # Bytes of results that went to host memory and back.
         self._brought_back = 0
         # One run at a time: the budget is for all of them.
@@ -80,6 +82,7 @@ class PieceRunner:
             with self._lock:
                 results = self.piece.run(leaves)
                 self._brought_back = sum(results[i].nbytes for i in self._wanted.back)
+                results = list(map(compat.weakly_typed, results, self._weak))
                 results = self._wanted.finish(results)
         except BaseException as error:
             let_go(error)
@@ -195,7 +198,8 @@ class RowsRunner:
     def _write(self, table: Any, arrays: Sequence[np.ndarray], kept: bool) -> Any:
         """The table with rows added: in its own memory, if it is given up."""
         taken, memory = hoststacks.taken_over(table, copied=kept)
-        tables.add_rows(self._rows.eqn, memory, *arrays)
+        indices, updates, *base = arrays
+        tables.add_rows(self._rows.eqn, memory, indices, updates, *base)
         if taken is not None:
             return taken
         return jax.device_put(memory, placement.sharding(_device(table), on_host=True))
@@ -220,11 +224,15 @@ class ChainRunner:
         values: dict[int, Any] = {}
         # The caller's arrays: nothing may use them up.
         theirs: set[int] = set()
+        # Arrays that may share memory with the caller's numpy: no result may be one.
+        shared: set[int] = set()
         for i, (v, leaf) in enumerate(zip(chain.flat.inputs, leaves, strict=True)):
             whose = chain.arguments.whose[i]
             values[v] = self._placed(leaf, whose)
             if i in keep or not (whose.donated or whose.ours):
                 theirs.add(id(values[v]))
+            elif whose.ours:
+                shared.add(id(values[v]))
         for v, array in self._constants:
             values[v] = array
             theirs.add(id(array))
@@ -237,7 +245,7 @@ class ChainRunner:
             reports.append(dataclasses.replace(report, peak_bytes=peak))
         self.last_run = together(reports)
         return [
-            self._result(at, output, values, theirs)
+            self._result(at, output, values, theirs | shared)
             for at, output in enumerate(chain.flat.outputs)
         ]
 

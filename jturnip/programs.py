@@ -196,7 +196,7 @@ Program: TypeAlias = Straight | Loop | Choice | Rows | Chain
 
 def make_program(
     closed: Any,
-    forwarded: Collection[int],
+    forwarded: Collection[int] | Mapping[int, int],
     arguments: Arguments,
     gpu_bytes: int,
     how: How,
@@ -207,7 +207,7 @@ def make_program(
 
     Args:
       closed: the function's jaxpr.
-      forwarded: positions of arguments that may be returned as they are.
+      forwarded: arguments that may be returned as they are, as for `flatten`.
       arguments: how the arguments are held.
       gpu_bytes: the budget, in bytes.
       how: the user's choices.
@@ -236,7 +236,7 @@ def make_program(
 
 def _made(
     closed: Any,
-    forwarded: Collection[int],
+    forwarded: Collection[int] | Mapping[int, int],
     arguments: Arguments,
     gpu_bytes: int,
     how: How,
@@ -543,7 +543,8 @@ def _loop(
     room -= staying
     on_host = _carried_on_host(carried, room)
     condition = Condition(params["cond_jaxpr"], of_condition)
-    given = range(len(constants), len(operands))
+    # What the body returns as it is stays in its own place: so it is the loop's for good.
+    given = {i + 1: len(constants) + i for i in range(len(carried))}
     often = dataclasses.replace(how, repeated=True)
     while True:
         state = [

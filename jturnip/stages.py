@@ -319,7 +319,9 @@ class Lowered:
                     back=self._coming_back(program),
                     committed=self._arguments.committed,
                 )
-                runner = PieceRunner(piece, self._traced.out_tree, wanted)
+                infos = map(Type.of, jax.tree.leaves(self._traced.out_info))
+                weak = [info.weak_type for info in infos]
+                runner = PieceRunner(piece, self._traced.out_tree, wanted, weak)
             report = self._compile_report(program)
         return Compiled(
             runner, self._call, self._arguments, self._traced, self._options, report

@@ -337,6 +337,52 @@ def random_program(seed: int) -> Any:
     return grow(3)
 
 
+@pytest.mark.parametrize("where", ["device", "host", "numpy"])
+@pytest.mark.parametrize("donated", [(), (0, 1, 2)], ids=["kept", "donated"])
+@pytest.mark.parametrize("layers", [3.3, 4.5, 6.0])
+def test_carried_values_that_change_places(where, donated, layers):
+    """What the body returns in another place is no constant of the loop."""
+
+    def program(a, b, c):
+        body = lambda _, s: (s[1], s[2], jnp.tanh(s[0] * 0.5 + s[1]))
+        return lax.fori_loop(0, jnp.int32(5) + jnp.int32(a[0, 0] * 0), body, (a, b, c))
+
+    generator = np.random.default_rng(0)
+    values = [generator.normal(size=(512, 128)).astype(np.float32) for _ in range(3)]
+    places = {"device": on_device(), "host": on_host()}
+    nbytes = values[0].nbytes
+    fn = jturnip.jit(
+        program, int(layers * nbytes), strategy="turnip", donate_argnums=donated
+    )
+    expected = jax.jit(program)(*values)
+    for _ in range(2):
+        given: Any = [v.copy() for v in values]
+        if where != "numpy":
+            given = [jax.device_put(v, places[where], may_alias=False) for v in given]
+        if where == "device" and not donated and layers < 6:
+            given = [jax.device_put(v, on_host()) for v in given]
+        result = fn(*given)
+        assert_same(result, expected)
+        for before, array in zip(values, given, strict=True):
+            if not donated or where == "numpy":
+                assert_same(jnp.asarray(array), jnp.asarray(before), ulps=0)
+            assert not any(r is array for r in result) or donated
+
+
+def test_a_loop_that_never_runs_shares_nothing_with_numpy():
+    def program(count, a, b):
+        body = lambda s: (s[0] + 1, jnp.sin(s[1] + s[2]), s[2])
+        return lax.while_loop(lambda s: s[0] < count, body, (0, a, b))
+
+    memory = np.zeros(512 * 128 + 16, np.float32)
+    begin = (-memory.ctypes.data % 64) // 4
+    a = memory[begin : begin + 512 * 128].reshape(512, 128)
+    fn = jturnip.jit(program, 3 * a.nbytes // 2, strategy="turnip")
+    result = fn(np.int32(0), a, a + 1)
+    a[:] = 7
+    assert_same(result, jax.jit(program)(np.int32(0), 0 * a, 0 * a + 1))
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_programs_made_by_chance(seed):
     program = random_program(seed)

@@ -112,6 +112,54 @@ def test_bfloat16():
     assert_same(f(*jturnip.host(arguments)), jax.jit(sgd)(*arguments), ulps=8)
 
 
+ROW = np.asarray([1, 1, 1, 2], np.int32)
+
+
+def halves_to_integers(table: Any, scale: Any) -> Any:
+    added = jnp.zeros((ROWS, WIDTH)).at[ROW].add(0.5)
+    return table.astype(jnp.int32) + added.astype(jnp.int32)
+
+
+def integers_divided(table: Any, scale: Any) -> Any:
+    added = jnp.zeros((ROWS, WIDTH), jnp.int32).at[ROW].add(1)
+    return table.astype(jnp.int32) + jax.lax.div(added, 2)
+
+
+def scaled(table: Any, scale: Any) -> Any:
+    added = jnp.zeros((ROWS, WIDTH)).at[ROW].add(table[ROW])
+    return table - added * scale, (table * 0.5) - added / scale
+
+
+def narrow_gradients(table: Any, scale: Any) -> Any:
+    added = jnp.zeros((ROWS, WIDTH), jnp.bfloat16).at[ROW[2:]].add(jnp.bfloat16(0.5))
+    return table - 0.25 * added.astype(jnp.float32)
+
+
+def returned_too(table: Any, scale: Any) -> Any:
+    return table[ROW], table, table.at[ROW].add(scale)
+
+
+@pytest.mark.parametrize("scale", [0.5, np.nan, 0.0, np.inf])
+@pytest.mark.parametrize(
+    "fn", [halves_to_integers, integers_divided, scaled, narrow_gradients, returned_too]
+)
+def test_what_rows_and_zeros_become(fn, scale):
+    arguments = table(), np.float32(scale)
+    expected = jax.jit(fn)(*arguments)
+    result = jturnip.jit(fn, BUDGET)(*jturnip.host(arguments))
+    assert_same(result, expected)
+
+
+@pytest.mark.parametrize("donated", [(), (0,)])
+def test_weak_types_survive_host_memory(donated):
+    def program(weak, tokens):
+        return weak[tokens], weak * 2, weak.at[tokens].add(1.0), weak
+
+    weak = jnp.full((ROWS, WIDTH), 0.5)
+    f = jturnip.jit(program, BUDGET, donate_argnums=donated)
+    assert_same(f(jturnip.host(weak), TOKENS), jax.jit(program)(weak, TOKENS))
+
+
 # What the host does, against what JAX does.
 
 

@@ -39,11 +39,16 @@ def names_a_place(closed: Any) -> bool:
     for eqn in getattr(closed, "jaxpr", closed).eqns:
         if eqn.primitive.name in _NAME_A_PLACE:
             return True
-        if eqn.primitive.name == "device_put" and any(eqn.params["devices"]):
+        if eqn.primitive.name == "device_put" and any(map(_says, eqn.params["devices"])):
             return True
         if any(map(names_a_place, nested(eqn))):
             return True
     return False
+
+
+def _says(target: Any) -> bool:
+    """Whether a target is a sharding or a memory; for a device nothing is committed."""
+    return target is not None and not hasattr(target, "platform")
 
 
 def has_moves(eqn: Any) -> bool:

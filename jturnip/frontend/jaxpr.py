@@ -1,10 +1,11 @@
 """A jaxpr, flat: nested calls inlined, loops cut where asked, dead equations gone."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -39,6 +40,8 @@ __all__ = ["Constant", "Equation", "FlatJaxpr", "Parts", "Slice", "Type", "flatt
 # A table in host memory that is larger than this, or than a share of what a task may hold,
 # is left there.
 _TABLE = 1 << 20
+# Parts smaller than this are more trouble than the whole.
+_LEAST_PART = 4096
 
 # Primitive name → the parameter that holds the jaxpr it only calls. Differentiation rules
 # (custom_jvp, custom_vjp) have done their part by the time a function is traced.
@@ -67,7 +70,7 @@ class Condition:
 
 def flatten(
     closed: Any,
-    forwarded: Collection[int] = (),
+    forwarded: Collection[int] | Mapping[int, int] = (),
     streaming: Streaming | None = None,
     condition: Condition | None = None,
 ) -> FlatJaxpr:
@@ -75,8 +78,9 @@ def flatten(
 
     Args:
       closed: `jax.jit(fn).trace(...).jaxpr`, of any supported JAX version.
-      forwarded: positions of arguments that may be returned as they are, once. Any other
-        result is written by an equation of its own, a copy where the function has none.
+      forwarded: positions of arguments that may be returned as they are, once; or for
+        positions of results the only argument that each may be. Any other result is
+        written by an equation of its own, a copy where the function has none.
       streaming: how to cut loops and large arrays; without it none is.
       condition: for the body of a loop: then the first result is the condition's.
 
@@ -96,7 +100,13 @@ def flatten(
             *flattener.call(condition.jaxpr, [*arguments[:before], *results]),
             *results,
         ]
-    outputs = flattener.distinct(results, {inputs[i] for i in forwarded})
+    if isinstance(forwarded, Mapping):
+        allowed = [
+            {inputs[forwarded[r]]} if r in forwarded else () for r in range(len(results))
+        ]
+    else:
+        allowed = [{inputs[i] for i in forwarded}] * len(results)
+    outputs = flattener.distinct(results, allowed)
     return flattener.finish(inputs, outputs)
 
 
@@ -159,8 +169,11 @@ class _Flattener:
             return value
         self._hosted.add(value)
         rows = self._cuts.rows.get(t.shape[0])
-        if rows is None:
-            return value
+        assert self._streaming is not None
+        if rows is None or (
+            t.rows(rows).nbytes < _LEAST_PART and t.nbytes <= self._streaming.largest
+        ):
+            return value  # what reads it by rows still finds them in host memory
         return self._held.setdefault(value, Stack(t, rows, whole=value))
 
     def _start(self, row: int) -> int:
@@ -300,6 +313,7 @@ class _Flattener:
             made = self._rows(eqn, operands[0], calls)
         if made is None and any(isinstance(v, Sparse) for v in operands):
             made = self._with_sparse(eqn, operands, calls)
+            operands = [self._stacked(v) if isinstance(v, Sparse) else v for v in operands]
         if made is None and any(isinstance(v, Stack) for v in operands):
             made = self._by_parts(eqn, operands, calls)
         if made is None and self._is_spread(eqn):
@@ -313,15 +327,17 @@ class _Flattener:
         operands: Sequence[int | Constant],
         calls: tuple[Any, ...],
         ours: bool,
+        like: Any = None,
     ) -> list[int]:
-        """A loop or a branch that is planned by itself; all it reads are values."""
+        """A loop or a branch that is planned by itself; all it reads are values. Its
+        results are of the types of those of `like`, if that is another equation."""
         read = []
         for v in operands:
             if isinstance(v, Constant):
                 array = np.asarray(v.value, v.type.dtype)
                 v = self.whole(self.constant(array, v.type.struct()))
             read.append(v)
-        results = [self.new_value(v.aval) for v in eqn.outvars]
+        results = [self.new_value(v.aval) for v in (like or eqn).outvars]
         self._equations.append(
             Equation(eqn, tuple(read), tuple(results), calls, ours=ours, driven=True)
         )
@@ -447,12 +463,19 @@ class _Flattener:
         others = [v for v in operands if v is not sparse]
         if not added or len(others) != 1 or not self._is_table(others[0]):
             return None
-        updates = sparse.updates
+        given = [sparse.updates] if sparse.base is None else [sparse.updates, sparse.base]
         if name == "sub":
-            struct = self._types[updates].struct()
-            (updates,) = self._ours(jax.make_jaxpr(lax.neg)(struct), (updates,), calls)
-        whole = [self.whole(others[0], calls), sparse.indices, updates]
-        return self._driven(sparse.eqn, whole, calls, ours=False)[0]
+            given = [self._negative(v, calls) for v in given]
+        whole = [self.whole(others[0], calls), sparse.indices, *given]
+        return self._driven(sparse.eqn, whole, calls, ours=False, like=eqn)[0]
+
+    def _stacked(self, sparse: Sparse) -> Stack:
+        rows = self._cuts.rows[sparse.type.shape[0]]
+        return Stack(sparse.type, rows, self.parts(sparse, rows, sparse.calls))
+
+    def _negative(self, value: int, calls: tuple[Any, ...]) -> int:
+        made = jax.make_jaxpr(lax.neg)(self._types[value].struct())
+        return self._ours(made, (value,), calls)[0]
 
     def _scaled(
         self, eqn: Any, sparse: Sparse, operands: Sequence[Value], calls: tuple[Any, ...]
@@ -466,7 +489,25 @@ class _Flattener:
         given = [sparse.updates if v is sparse else self.whole(v, calls) for v in operands]
         (updates,) = self._ours(made, given, (*calls, eqn))
         t = Type.of(eqn.outvars[0].aval)
-        return Sparse(sparse.eqn, sparse.calls, t, sparse.indices, updates)
+        base = self._scaled_base(eqn, sparse, operands, calls)
+        return Sparse(sparse.eqn, sparse.calls, t, sparse.indices, updates, base)
+
+    def _scaled_base(
+        self, eqn: Any, sparse: Sparse, operands: Sequence[Value], calls: tuple[Any, ...]
+    ) -> int | None:
+        """What the zeros become, where they may not stay zeros."""
+        others = [v for v in operands if v is not sparse]
+        if sparse.base is None and all(map(_is_ordinary, others)):
+            return None
+        t = Type((), sparse.type.dtype, sparse.type.weak_type)
+        structs = [
+            (t if v is sparse else Type.of(atom.aval)).struct()
+            for v, atom in zip(operands, eqn.invars, strict=True)
+        ]
+        made = jax.make_jaxpr(lambda *operands: stacks.bind(eqn, operands))(*structs)
+        zero = Constant(np.zeros((), t.dtype), t) if sparse.base is None else sparse.base
+        given = [zero if v is sparse else self.whole(v, calls) for v in operands]
+        return self._ours(made, given, (*calls, eqn))[0]
 
     def _sparse_rows(self, sparse: Sparse, start: int, stop: int) -> int:
         indices = sparse.indices
@@ -477,9 +518,12 @@ class _Flattener:
             sparse.type.rows(stop - start),
             of_indices,
             self._types[sparse.updates],
+            sparse.base is not None,
         )
-        operands = (indices, sparse.updates, self._start(start))
-        return self._ours(made, operands, (*sparse.calls, sparse.eqn))[0]
+        base = () if sparse.base is None else (sparse.base,)
+        operands = (indices, sparse.updates, self._start(start), *base)
+        (part,) = self._ours(made, operands, (*sparse.calls, sparse.eqn))
+        return part
 
     # -- loops and parts ---------------------------------------------------------------
 
@@ -492,7 +536,13 @@ class _Flattener:
         rows = self._cuts.rows[length]
         scanned = [self.parts(x, rows, calls) for x in operands[consts + carries :]]
         fixed = [self.whole(v, calls) for v in operands[:consts]]
-        carry: list[Value] = list(operands[consts : consts + carries])
+        # What one iteration hands to the next is whole, unless it is too large to be.
+        assert self._streaming is not None
+        most = self._streaming.largest
+        carry: list[Value] = [
+            self.whole(v, calls) if isinstance(v, Stack) and v.type.nbytes <= most else v
+            for v in operands[consts : consts + carries]
+        ]
         cuts = stacks.bounds(length, rows)
         order = range(len(cuts))
         stacked: list[list[int]] = [[0] * len(cuts) for _ in eqn.outvars[carries:]]
@@ -677,25 +727,30 @@ class _Flattener:
     # -- the end -----------------------------------------------------------------------
 
     def distinct(
-        self, results: Sequence[Value], forwarded: Collection[int]
+        self, results: Sequence[Value], allowed: Sequence[Collection[int]]
     ) -> tuple[int | Parts, ...]:
-        """Results as values that are each written once, for this purpose only."""
+        """Results as values that are each written once, for this purpose only.
+
+        Args:
+          results: what the function returns.
+          allowed: for each the arguments that may be returned in its place as they are.
+        """
         found = [
             (r, self.parts(r, r.rows, ()), None)
-            if isinstance(r, Stack) and self._is_left_in_parts(r, forwarded)
+            if isinstance(r, Stack) and self._is_left_in_parts(r, of)
             else (r, None, self.whole(r))
-            for r in results
+            for r, of in zip(results, allowed, strict=True)
         ]
         taken = set(range(len(self._types)))
         for equation in self._equations:
             taken.difference_update(equation.outputs)
         outputs: list[int | Parts] = []
-        for result, pieces, value in found:
+        for (result, pieces, value), of in zip(found, allowed, strict=True):
             if pieces is not None:
                 assert isinstance(result, Stack)
                 own = tuple(self._own(p, taken) for p in pieces)
                 outputs.append(Parts(own, result.type))
-            elif isinstance(value, int) and value in forwarded and value not in outputs:
+            elif isinstance(value, int) and value in of and value not in outputs:
                 outputs.append(value)
             else:
                 assert value is not None
@@ -750,9 +805,13 @@ def _held(closed: Any, avals: Sequence[Any], streaming: Streaming) -> Iterator[T
 
 
 def _only_scales(eqn: Any, sparse: Sequence[bool]) -> bool:
-    """Whether zeros stay zeros, and sums of rows become the sums of what rows become."""
-    if eqn.primitive.name in ("neg", "convert_element_type", "copy"):
+    """Whether all zeros become one number, and a sum of rows that of what they become."""
+    if eqn.primitive.name in ("neg", "copy"):
         return True
+    dtypes = [v.aval.dtype for v in (*eqn.invars, *eqn.outvars)]
+    inexact = all(jnp.issubdtype(d, jnp.inexact) for d in dtypes)
+    if eqn.primitive.name == "convert_element_type":
+        return inexact
     scalars = not any(
         v.aval.shape
         for v, is_sparse in zip(eqn.invars, sparse, strict=True)
@@ -761,7 +820,15 @@ def _only_scales(eqn: Any, sparse: Sequence[bool]) -> bool:
     one = sum(sparse) == 1
     if eqn.primitive.name == "mul":
         return one and scalars
-    return eqn.primitive.name == "div" and one and scalars and sparse[0]
+    return eqn.primitive.name == "div" and one and scalars and sparse[0] and inexact
+
+
+def _is_ordinary(value: Value) -> bool:
+    """Whether zero times it, and zero divided by it, are surely zero."""
+    if not isinstance(value, Constant):
+        return False
+    number = np.asarray(value.value)
+    return bool(np.isfinite(number) and number != 0)
 
 
 def _can_be_cut(dtype: Any) -> bool:

@@ -37,6 +37,8 @@ class Sparse:
     # Integers [..., 1], and rows [..., *the table's other axes].
     indices: int | Constant
     updates: int
+    # What the zeros have become, where they were scaled by what may not be finite.
+    base: int | None = None
     # The whole of it, and parts of so many rows, once something asked for them.
     whole: int | None = None
     parts: dict[int, tuple[int, ...]] = field(default_factory=dict)
@@ -73,26 +75,34 @@ def adds_rows(eqn: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=256)
-def scattering(mode: Any, length: int, part: Type, indices: Type, updates: Type) -> Any:
+def scattering(
+    mode: Any, length: int, part: Type, indices: Type, updates: Type, based: bool
+) -> Any:
     """A jaxpr: indices, updates and a first row to `part.shape[0]` rows of a sparse table.
 
     Args:
       mode: what the equation does with indices outside.
       length: rows of the whole table.
       part, indices, updates: types of the result and of the first two operands.
+      based: whether a fourth operand is what rows that nothing is added to hold.
     """
 
-    def scatter(indices: Any, updates: Any, start: Any) -> Any:
+    def scatter(indices: Any, updates: Any, start: Any, *base: Any) -> Any:
         if mode == lax.GatherScatterMode.CLIP:
             indices = jnp.clip(indices, 0, length - 1)
         zeros = jnp.zeros(part.shape, part.dtype)
         shifted = indices[..., 0].astype(jnp.int32) - start
         # Rows before the first count from the end in numpy's way: beyond the end instead.
         shifted = jnp.where(shifted < 0, part.shape[0], shifted)
-        return zeros.at[shifted].add(updates, mode="drop")
+        rows = zeros.at[shifted].add(updates, mode="drop")
+        if not base:
+            return rows
+        added = jnp.zeros(part.shape[0], bool).at[shifted].set(True, mode="drop")
+        return jnp.where(added.reshape(-1, *[1] * (rows.ndim - 1)), rows, base[0])
 
     start = jax.ShapeDtypeStruct((), jnp.int32)
-    return jax.make_jaxpr(scatter)(indices.struct(), updates.struct(), start)
+    base = [jax.ShapeDtypeStruct((), part.dtype)] if based else []
+    return jax.make_jaxpr(scatter)(indices.struct(), updates.struct(), start, *base)
 
 
 # -- what the host does ----------------------------------------------------------------
@@ -126,10 +136,13 @@ def _filling(value: Any, dtype: Any) -> Any:
     return jnp.iinfo(dtype).min if jnp.issubdtype(dtype, jnp.integer) else True
 
 
-def add_rows(eqn: Any, table: np.ndarray, indices: np.ndarray, updates: np.ndarray) -> None:
+def add_rows(
+    eqn: Any, table: np.ndarray, indices: np.ndarray, updates: np.ndarray, base: Any = 0
+) -> None:
     """Does to `table` what a `scatter-add` for which `adds_rows` holds does.
 
-    Rows for the same index are summed up first, those of 16-bit numbers in float32.
+    Rows for the same index are summed up first, those of 16-bit numbers in float32. All
+    other rows get `base`, which is zero unless all were scaled by what is not finite.
     """
     length = table.shape[0]
     chosen = indices[..., 0].astype(np.int64).reshape(-1)
@@ -138,6 +151,10 @@ def add_rows(eqn: Any, table: np.ndarray, indices: np.ndarray, updates: np.ndarr
         chosen = np.clip(chosen, 0, length - 1)
     inside = (chosen >= 0) & (chosen < length)
     chosen, rows = chosen[inside], rows[inside]
+    if base != 0:
+        others = np.ones(length, bool)
+        others[chosen] = False
+        table[others] += np.asarray(base).astype(table.dtype)
     if not len(chosen):
         return
     order = np.argsort(chosen, kind="stable")

@@ -178,7 +178,7 @@ def test_loops_and_branches_in_less_than_they_need(program):
 @pytest.mark.parametrize("program", [never, until_large, weights_in_the_carry, branches])
 def test_what_the_caller_keeps_is_not_used_up(program, where):
     place = on_device() if where == "device" else on_host()
-    x = jax.device_put(X, place)
+    x: Any = jax.device_put(X, place)
     weights = jturnip.host(WEIGHTS)
     gpu_bytes = smallest_budget(program, weights, x)
     fn = jturnip.jit(program, gpu_bytes, strategy="turnip")
@@ -194,7 +194,7 @@ def test_what_the_caller_keeps_is_not_used_up(program, where):
 @pytest.mark.parametrize("program", [never, until_large, counted, branches])
 def test_what_is_donated_is_given_up(program, where):
     place = on_device() if where == "device" else on_host()
-    x = jax.device_put(X.copy(), place, may_alias=False)
+    x: Any = jax.device_put(X.copy(), place, may_alias=False)
     weights = jturnip.host(WEIGHTS)
     gpu_bytes = smallest_budget(program, weights, x, donate_argnums=1)
     fn = jturnip.jit(program, gpu_bytes, strategy="turnip", donate_argnums=1)

@@ -50,7 +50,7 @@ def evaluate(flat: FlatJaxpr, groups: Sequence[Group], args: Sequence[Any]) -> l
             ]
             inside.update(zip(equation.outputs, equation.bind(operands), strict=True))
         values.update((v, inside[v]) for v in group.outputs)
-    return [values[v] for v in flat.outputs]
+    return [values[v] for v in flat.result_values]
 
 
 def x32(*shape: int, seed: int = 0) -> jax.Array:
@@ -165,7 +165,7 @@ def test_an_argument_that_may_be_forwarded_is_a_result_as_it_is_once():
 def test_types_are_those_of_the_jaxpr():
     flat = flat_of(lambda x, n: (x.astype(jnp.bfloat16), n + 1), x32(4), 3)
     assert [
-        (t.shape, t.dtype, t.weak_type) for t in (flat.types[v] for v in flat.outputs)
+        (t.shape, t.dtype, t.weak_type) for t in (flat.types[v] for v in flat.result_values)
     ] == [
         ((4,), jnp.bfloat16, False),
         ((), jnp.int32, True),

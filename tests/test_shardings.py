@@ -102,7 +102,7 @@ def test_stages_take_shardings_too():
 
 def test_a_donated_host_argument_and_a_result_wanted_on_the_device():
     f = jturnip.jit(lambda x: x * 2, 1 << 20, donate_argnums=0, out_shardings=on_device())
-    x = jturnip.host(np.ones((64, 64), np.float32))
+    x = jturnip.host(jnp.ones((64, 64)))
     assert memory_kinds(f(x)) == ["device"]
     assert x.is_deleted()
 

@@ -225,6 +225,6 @@ def test_a_slice_whose_start_is_not_known(start):
     small = np.arange(12 * 5).reshape(12, 5)
     cut = lambda small, at: jax.lax.dynamic_slice(small, (at, 0), (2, 5))
     eqn = equation(cut, "dynamic_slice", small, np.int32(start))
-    found = tables.read_rows(eqn, small, np.int32(start), np.int32(0))
+    found = tables.read_rows(eqn, small, np.asarray(start), np.asarray(0))
     (expected,) = bind(eqn, (jnp.asarray(small), jnp.int32(start), jnp.int32(0)))
     np.testing.assert_array_equal(found, np.asarray(expected))

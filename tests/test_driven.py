@@ -179,7 +179,7 @@ def test_loops_and_branches_in_less_than_they_need(program):
 def test_what_the_caller_keeps_is_not_used_up(program, where):
     place = on_device() if where == "device" else on_host()
     x: Any = jax.device_put(X, place)
-    weights = jturnip.host(WEIGHTS)
+    weights: Any = jturnip.host(WEIGHTS)
     gpu_bytes = smallest_budget(program, weights, x)
     fn = jturnip.jit(program, gpu_bytes, strategy="turnip")
     first = fn(weights, x)

@@ -488,13 +488,15 @@ def test_the_host_holds_one_layer_over_the_weights(monkeypatch):
     assert held <= peak.nbytes <= held + layer
 
 
-def test_a_donated_training_state_is_not_held_twice(monkeypatch):
+@pytest.mark.parametrize("stacked", [True, False], ids=["stacks", "layers"])
+def test_a_donated_training_state_is_not_held_twice(stacked, monkeypatch):
     """The host holds the state, what the budget keeps away, and parts on their way."""
-    _, stacked, tokens = models()
+    plain, stacks, tokens = models()
+    model = stacks if stacked else plain
     program = functools.partial(llama.train_step, SMALL, llama.adamw())
-    peak_bytes = unconstrained_peak(program, stacked, tokens, donate_argnums=0)
+    peak_bytes = unconstrained_peak(program, model, tokens, donate_argnums=0)
     fn = jturnip.jit(program, peak_bytes // 2, donate_argnums=0)
-    state, _ = fn(jturnip.host(stacked), tokens)
+    state, _ = fn(jturnip.host(model), tokens)
     assert fn.last_run.strategy != "whole"
     held = sum(a.nbytes for a in jax.tree.leaves(state))
     layer = sum(a.nbytes for a in jax.tree.leaves(state)) // SMALL.layers

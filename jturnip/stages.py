@@ -203,6 +203,25 @@ class Lowered:
         """Shapes and dtypes of the results, in their tree."""
         return self._traced.out_info
 
+    @property
+    def args_info(self) -> Any:
+        """Shapes, dtypes and donation of the arguments, in their tree."""
+        return self._traced.args_info
+
+    @property
+    def in_tree(self) -> Any:
+        """The tree of the arguments: (positional, by name)."""
+        return jax.tree.structure(self._traced.args_info)
+
+    @property
+    def out_tree(self) -> Any:
+        """The tree of the results."""
+        return self._traced.out_tree
+
+    def cost_analysis(self) -> dict[str, float]:
+        """Floating-point operations and bytes accessed, of all tasks together."""
+        return _cost_of(self._whole, self.plan)
+
     def as_text(self) -> str:
         """The jaxpr."""
         return str(self._traced.jaxpr)
@@ -375,6 +394,27 @@ class Compiled:
         self.out_info = traced.out_info
 
     @property
+    def in_tree(self) -> Any:
+        """The tree of the arguments: (positional, by name)."""
+        return self._in_tree
+
+    @property
+    def out_tree(self) -> Any:
+        """The tree of the results."""
+        return jax.tree.structure(self.out_info)
+
+    @property
+    def input_shardings(self) -> Any:
+        """Where each argument is taken to lie, in the arguments' tree."""
+        device = self._arguments.device
+        places = [placement.sharding(device, w.on_host) for w in self._arguments.whose]
+        return jax.tree.unflatten(self._in_tree, places)
+
+    def cost_analysis(self) -> dict[str, float]:
+        """Floating-point operations and bytes accessed, of all tasks together."""
+        return _cost_of(getattr(self._runner, "whole", None), self.plan)
+
+    @property
     def plan(self) -> Plan:
         """The plan that calls run."""
         return self._runner.plan
@@ -423,6 +463,20 @@ class Compiled:
     def call_flat(self, leaves: Sequence[Any]) -> Any:
         """Calls with leaves that are known to be right."""
         return self._runner.run(leaves)
+
+
+def _cost_of(whole: Any | None, plan: Plan) -> dict[str, float]:
+    if whole is not None:
+        return dict(whole.cost_analysis() or {})
+    costs = [_cost_of(None, piece) for piece in plan.pieces]
+    tasks = plan.taskgraph.tasks
+    costs.append(
+        {
+            "flops": sum(t.flops for t in tasks),
+            "bytes accessed": sum(t.bytes_accessed for t in tasks),
+        }
+    )
+    return {name: sum(c[name] for c in costs) for name in costs[-1]}
 
 
 def _trace(jitted: Any, statics: Statics, call: Call, device: Device | None) -> Any:

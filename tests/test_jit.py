@@ -886,3 +886,19 @@ def test_export_of_and_through_a_function():
     x = jnp.linspace(0.0, 1.0, 64 * 64).reshape(64, 64)
     for exported in (jax.export.export(fn)(x), jax.export.export(jax.jit(fn))(x)):
         assert_same(exported.call(x), fn(x))
+
+
+@pytest.mark.parametrize("strategy", ["turnip", "whole"])
+def test_what_stages_tell(strategy):
+    x = jnp.ones((64, 64))
+    lowered = jturnip.jit(lambda x, *, y: {"a": x @ y}, "1MiB", strategy=strategy).lower(
+        x, y=x
+    )
+    compiled = lowered.compile()
+    stock = jax.jit(lambda x, *, y: {"a": x @ y}).lower(x, y=x)
+    for stage, other in ((lowered, stock), (compiled, stock.compile())):
+        assert stage.in_tree == other.in_tree
+        assert stage.out_tree == other.out_tree
+        assert stage.cost_analysis()["flops"] > 64**3
+    assert lowered.args_info[1]["y"].shape == (64, 64)
+    assert compiled.input_shardings[1]["y"].memory_kind == "device"

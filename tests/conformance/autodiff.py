@@ -232,7 +232,8 @@ def a_gradient_through_a_checkpointed_scan():
 @program()
 def a_gradient_through_a_cond():
     def fn(w, x):
-        f = lambda w: lax.cond(w[0, 0] > 0, jnp.sin, jnp.cos, x @ w).sum()
+        one, other = lambda y: jnp.sin(y @ y) @ y, lambda y: jnp.cos(y @ y.T) @ y
+        f = lambda w: lax.cond(w[0, 0] > 0, one, other, x @ w).sum()
         return jax.grad(f)(w)
 
     return Case(fn, (weights(1)[0], normal(64, 64)))

@@ -9,7 +9,7 @@ from .registry import Case, Script, area, normal
 program = area("random numbers")
 
 
-@program(known="keys are bound to the device", known_since=(0, 11))
+@program()
 def keys_split_and_used():
     def fn(key, x):
         a, b, rest = jax.random.split(key, 3)
@@ -54,7 +54,7 @@ def keys_that_come_back_as_they_went():
     return Case(fn, (jax.random.key(2), normal(64, 64)))
 
 
-@program(known="keys are bound to the device", known_since=(0, 11))
+@program()
 def keys_of_another_kind():
     def fn(key, x):
         a, b = jax.random.split(key)

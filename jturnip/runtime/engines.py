@@ -8,7 +8,6 @@ and never corrupts.
 """
 
 import contextlib
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -376,19 +375,17 @@ class MarkSlots:
 
 # Sets of slots that no run uses, by device; a run that went well returns its own.
 _IDLE: dict[jax.sharding.Sharding, list[MarkSlots]] = {}
-_IDLE_LOCK = threading.Lock()
 
 
 def borrow_marks(sharding: jax.sharding.Sharding) -> MarkSlots:
     """A set of slots on a device for one run."""
-    with _IDLE_LOCK:
-        idle = _IDLE.get(sharding)
-        if idle:
-            return idle.pop()
-    return MarkSlots(sharding)
+    # One call into C takes it, so that Ctrl-C and other threads find all or nothing done.
+    try:
+        return _IDLE[sharding].pop()
+    except (KeyError, IndexError):
+        return MarkSlots(sharding)
 
 
 def return_marks(marks: MarkSlots) -> None:
     """After a run that went well, when none of its marks is still to fire."""
-    with _IDLE_LOCK:
-        _IDLE.setdefault(marks.sharding, []).append(marks)
+    _IDLE.setdefault(marks.sharding, []).append(marks)

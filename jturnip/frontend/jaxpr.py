@@ -289,6 +289,10 @@ class _Flattener:
             return self._scan(eqn, operands, calls)
         if id(eqn) in self._cuts.long:
             return self._long_scan(eqn, operands, calls)
+        if name == "unstack":
+            rows = self._unstacked(eqn, operands[0], calls)
+            if rows is not None:
+                return rows
         made = self._apart(eqn, operands, calls)
         if made is not None:
             return [made]
@@ -675,6 +679,19 @@ class _Flattener:
                 self._on_rows(eqn, cut, stop - start), piece, (*calls, eqn)
             )
         return Stack(t, rows, tuple(results))
+
+    def _unstacked(
+        self, eqn: Any, operand: Value, calls: tuple[Any, ...]
+    ) -> Sequence[Value] | None:
+        """Every row of what is in host memory by itself; None for anything else."""
+        whole = operand.whole if isinstance(operand, Stack) else operand
+        if eqn.params["axis"] != 0 or not isinstance(whole, int):
+            return None
+        if whole not in self._hosted:
+            return None
+        parts = self.parts(whole, 1, calls)
+        within = (*calls, eqn)
+        return [self._ours(stacks.taking(self._types[p]), (p,), within)[0] for p in parts]
 
     def _rows(self, eqn: Any, operand: Value, calls: tuple[Any, ...]) -> Value | None:
         """Some rows of what is in host memory or in parts; None where that is no help."""

@@ -11,8 +11,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-
 from jturnip import compat, placement
 from jturnip.compat import Device
 from jturnip.compiler import executables as compiler
@@ -369,6 +367,7 @@ def _start(whose: Whose) -> dict[str, Any]:
 
 
 def reuses(flat: FlatJaxpr, arguments: Arguments) -> dict[int, int]:
+    """Result → the donated host argument whose place it takes, by their positions."""
     returned = frozenset(flat.inputs)
     types = [flat.types[v] for v in flat.inputs]
     results = [None if o in returned else flat.type_of(o) for o in flat.outputs]
@@ -441,7 +440,7 @@ def measure(candidate: Split, gpu_bytes: int) -> Split:
             for number, executable in enumerate(candidate.executables)
             if largest[number] <= room
         ],
-        jax.sharding.SingleDeviceSharding(device, memory_kind="device"),
+        placement.sharding(device, on_host=False),
     )
     tasks = tuple(
         dataclasses.replace(

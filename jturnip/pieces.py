@@ -10,11 +10,10 @@ import jax
 import numpy as np
 
 from jturnip import compat, placement
-from jturnip.compat import Device
 from jturnip.frontend import tables
 from jturnip.frontend.values import Parts
 from jturnip.graph.plan import Plan
-from jturnip.placement import Wanted, Whose
+from jturnip.placement import Wanted
 from jturnip.programs import Chain, Choice, Loop, Program, Rows, Stage, Straight
 from jturnip.runners import SplitRunner, let_go
 from jturnip.runtime import hoststacks
@@ -63,8 +62,6 @@ class PieceRunner:
         self._wanted = wanted
         # Whether each result is weakly typed: what was in numpy's hands no longer is.
         self._weak = tuple(weak)
-        # Bytes of results that went to host memory and back.
-        self._brought_back = 0
         # One run at a time: the budget is for all of them.
         self._lock = threading.Lock()
 
@@ -74,14 +71,14 @@ class PieceRunner:
         report = self.piece.last_run
         if report is None or not self._wanted.back:
             return report
-        return dataclasses.replace(report, h2d_bytes=report.h2d_bytes + self._brought_back)
+        moved = report.h2d_bytes + self._wanted.back_bytes
+        return dataclasses.replace(report, h2d_bytes=moved)
 
     def run(self, leaves: Sequence[Any]) -> Any:
         """Runs once."""
         try:
             with self._lock:
                 results = self.piece.run(leaves)
-                self._brought_back = sum(results[i].nbytes for i in self._wanted.back)
                 results = list(map(compat.weakly_typed, results, self._weak))
                 results = self._wanted.finish(results)
         except BaseException as error:
@@ -139,8 +136,10 @@ class LoopRunner:
         self, array: Any, on_host: bool, kept: bool, used_up: bool
     ) -> tuple[Any, bool]:
         """A carried array in its place, and whether the loop may use it up."""
-        if _is_on_host(array) != on_host:
-            moved = compat.copy_to(array, placement.sharding(_device(array), on_host))
+        if placement.is_on_host(array) != on_host:
+            moved = compat.copy_to(
+                array, placement.sharding(placement.device_of(array), on_host)
+            )
             if not kept:
                 jax.block_until_ready(moved)
                 array.delete()
@@ -178,11 +177,13 @@ class RowsRunner:
     def run(self, leaves: Sequence[Any], keep: frozenset[int] = frozenset()) -> list[Any]:
         table, *others = leaves
         began = time.perf_counter()
-        moved = sum(a.nbytes for a in others if not _is_on_host(a))
+        moved = sum(a.nbytes for a in others if not placement.is_on_host(a))
         arrays = [np.asarray(a) for a in others]
-        host = placement.sharding(_device(table), on_host=True)
+        host = placement.sharding(placement.device_of(table), on_host=True)
         if self._rows.writes:
-            result = self._write(table, arrays, 0 in keep)
+            taken, memory = hoststacks.taken_over(table, copied=0 in keep)
+            tables.add_rows(self._rows.eqn, memory, *arrays)
+            result = jax.device_put(memory, host) if taken is None else taken
         else:
             read = tables.read_rows(self._rows.eqn, hoststacks.view(table), *arrays)
             result = jax.device_put(np.ascontiguousarray(read), host)
@@ -194,15 +195,6 @@ class RowsRunner:
         seconds = time.perf_counter() - began
         self.last_run = RunReport("driven", seconds, 0.0, 0, moved, 0)
         return [jax.block_until_ready(result)]
-
-    def _write(self, table: Any, arrays: Sequence[np.ndarray], kept: bool) -> Any:
-        """The table with rows added: in its own memory, if it is given up."""
-        taken, memory = hoststacks.taken_over(table, copied=kept)
-        indices, updates, *base = arrays
-        tables.add_rows(self._rows.eqn, memory, indices, updates, *base)
-        if taken is not None:
-            return taken
-        return jax.device_put(memory, placement.sharding(_device(table), on_host=True))
 
 
 class ChainRunner:
@@ -228,7 +220,7 @@ class ChainRunner:
         shared: set[int] = set()
         for i, (v, leaf) in enumerate(zip(chain.flat.inputs, leaves, strict=True)):
             whose = chain.arguments.whose[i]
-            values[v] = self._placed(leaf, whose)
+            values[v] = placement.in_its_place(leaf, whose, self._device)
             if i in keep or not (whose.donated or whose.ours):
                 theirs.add(id(values[v]))
             elif whose.ours:
@@ -270,11 +262,6 @@ class ChainRunner:
             values[v] = placement.copy(array) if id(array) in there else array
             there.add(id(values[v]))
 
-    def _placed(self, leaf: Any, whose: Whose) -> Any:
-        if isinstance(leaf, jax.Array) and not whose.ours:
-            return leaf
-        return jax.device_put(leaf, placement.sharding(self._device, whose.on_host))
-
     def _result(
         self, at: int, output: int | Parts, values: dict[int, Any], theirs: set[int]
     ) -> Any:
@@ -287,9 +274,9 @@ class ChainRunner:
             return array
         if id(array) in theirs:
             array = placement.copy(array)
-        if at in self._chain.to_host and not _is_on_host(array):
+        if at in self._chain.to_host and not placement.is_on_host(array):
             array = compat.copy_to(array, host)
-        committed = _is_on_host(array) or self._chain.arguments.committed
+        committed = placement.is_on_host(array) or self._chain.arguments.committed
         return compat.settled(array, committed)
 
 
@@ -305,11 +292,3 @@ def together(reports: Sequence[RunReport | None]) -> RunReport:
         peak_bytes=max((r.peak_bytes for r in done), default=0),
         compute_seconds=sum(r.compute_seconds for r in done),
     )
-
-
-def _is_on_host(array: Any) -> bool:
-    return array.sharding.memory_kind != "device"
-
-
-def _device(array: Any) -> Device:
-    return next(iter(array.devices()))

@@ -69,14 +69,14 @@ def host(tree: Tree) -> Tree:
 
     def copy(leaf: Any) -> jax.Array:
         device = device_of(leaf) or compat.default_device()
-        pinned = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
+        pinned = sharding(device, on_host=True)
         if whose(leaf, False) is Whose.CALLER_DEVICE:
             return jax.device_put(leaf, pinned)
         is_number = isinstance(leaf, bool | int | float | complex)
         if is_number or (isinstance(leaf, jax.Array) and _is_more_than_numpy(leaf)):
             # They are small, so they may pass through the device.
-            there = jax.sharding.SingleDeviceSharding(device, memory_kind="device")
-            return jax.device_put(jax.device_put(leaf, there), pinned)
+            there = jax.device_put(leaf, sharding(device, on_host=False))
+            return jax.device_put(there, pinned)
         # A copy of ours first: the CPU backend takes numpy's memory as it is.
         return jax.device_put(np.array(leaf, copy=True), pinned)
 
@@ -99,14 +99,11 @@ def placed_for_good(array: Any, device: Device) -> jax.Array:
     Numpy's memory is not made for transfers, so it is copied once, for all programs that
     close over it, and not in each run. The programs must hold `array`.
     """
-    holder = whose(array, False)
-    if isinstance(array, jax.Array) and not holder.ours:
-        return array
     key = id(array), device
-    placed = _PLACED.get(key)
-    if placed is None:
-        placed = _PLACED[key] = jax.device_put(array, sharding(device, holder.on_host))
-    return placed
+    found = _PLACED.get(key)
+    if found is None:
+        found = _PLACED[key] = in_its_place(array, whose(array, False), device)
+    return found
 
 
 def sharding(device: Device, on_host: bool) -> jax.sharding.Sharding:
@@ -117,9 +114,19 @@ def sharding(device: Device, on_host: bool) -> jax.sharding.Sharding:
 
 def copy(array: jax.Array) -> jax.Array:
     """Another array of the same contents in the same place."""
-    if array.sharding.memory_kind in (None, "device"):
-        return jnp.copy(array)
-    return host(array)
+    return host(array) if is_on_host(array) else jnp.copy(array)
+
+
+def is_on_host(array: jax.Array) -> bool:
+    """Whether an array is in host memory."""
+    return array.sharding.memory_kind not in (None, "device")
+
+
+def in_its_place(leaf: Any, holder: Whose, device: Device) -> jax.Array:
+    """An argument as a call finds it: one that is ours is put where the plan has it."""
+    if isinstance(leaf, jax.Array) and not holder.ours:
+        return leaf
+    return jax.device_put(leaf, sharding(device, holder.on_host))
 
 
 def reused_arguments(
@@ -251,8 +258,10 @@ class Wanted:
     shardings: tuple[Any, ...] = ()
     # The mesh of one device that arguments are on: results are then on it too.
     mesh: Any = None
-    # Results that are brought back to the device, and whether they are committed to it.
+    # Results that are brought back to the device, their bytes, and whether they are then
+    # committed to it.
     back: tuple[int, ...] = ()
+    back_bytes: int = 0
     committed: bool = False
 
     def places(self, on_host: bool) -> frozenset[int]:
@@ -266,22 +275,19 @@ class Wanted:
     def finish(self, results: list[Any]) -> list[Any]:
         """Results where they are wanted; nothing moves that is there already."""
         for i in self.back:
-            device = next(iter(results[i].devices()))
-            there = jax.sharding.SingleDeviceSharding(device, memory_kind="device")
+            there = sharding(device_of(results[i]), on_host=False)
             moved = jax.block_until_ready(compat.copy_to(results[i], there))
             results[i] = compat.settled(moved, self.committed)
         for i, result in enumerate(results):
-            sharding = self.shardings[i] if self.shardings else None
-            if sharding is None and self.mesh is not None:
+            wanted = self.shardings[i] if self.shardings else None
+            if wanted is None and self.mesh is not None:
                 kind = result.sharding.memory_kind
-                sharding = jax.sharding.NamedSharding(
+                wanted = jax.sharding.NamedSharding(
                     self.mesh, jax.sharding.PartitionSpec(), memory_kind=kind
                 )
-            if sharding is None:
-                continue
             # Also where it is there already, since what is asked for is committed.
-            if result.sharding != sharding or not result.committed:
-                results[i] = jax.device_put(result, sharding)
+            if wanted is not None:
+                results[i] = placed(result, wanted)
         return results
 
     @property
@@ -320,7 +326,7 @@ def broadcast_shardings(prefix: Any, tree: Any, what: str) -> list[Any]:
 
 
 def placed(leaf: Any, where: Any) -> Any:
-    """An argument where `in_shardings` says that it is."""
+    """An argument or a result where the user says that it is, committed to it."""
     if where is None:
         return leaf
     if isinstance(leaf, jax.ShapeDtypeStruct):

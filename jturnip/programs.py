@@ -8,6 +8,7 @@ place in which each piece leaves its results is where the next is planned to fin
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -18,7 +19,7 @@ from jturnip.errors import DoesNotFit
 from jturnip.frontend import tables
 from jturnip.frontend.jaxpr import Condition, argument_avals, flatten
 from jturnip.frontend.loops import SMALL
-from jturnip.frontend.values import Equation, FlatJaxpr, Parts, Slice
+from jturnip.frontend.values import Equation, FlatJaxpr, Parts, values_of
 from jturnip.graph.memgraph import MemGraph
 from jturnip.graph.plan import Plan
 from jturnip.graph.taskgraph import TaskGraph
@@ -31,9 +32,9 @@ from jturnip.runtime.schedule import Schedule
 # What a loop carries is on the device if together it takes no more than this share of the
 # budget; what only waits for a loop to end, if it is no larger than this.
 _CARRIED = 4
+_WAITING = 16
 # How often the budget that a refusal asks for is tried, to find what comes after it.
 _TRIES = 12
-_WAITING = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,10 +132,7 @@ class Choice:
 
     @property
     def report(self) -> CompileReport:
-        first, *rest = (b.report for b in self.branches)
-        for report in rest:
-            first = first.beside(report)
-        return first
+        return functools.reduce(CompileReport.beside, (b.report for b in self.branches))
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,10 +183,8 @@ class Chain:
 
     @property
     def report(self) -> CompileReport:
-        first, *rest = (s.program.report for s in self.stages)
-        for report in rest:
-            first = first.beside(report)
-        return first
+        reports = (s.program.report for s in self.stages)
+        return functools.reduce(CompileReport.beside, reports)
 
 
 Program: TypeAlias = Straight | Loop | Choice | Rows | Chain
@@ -429,19 +425,12 @@ def _run(flat: FlatJaxpr, run: Sequence[Equation], needed: set[int]) -> _Piece:
     entering = {
         v: None for e in run for v in e.inputs if isinstance(v, int) and v not in written
     }
-    constants = tuple((v, a) for v, a in flat.constants if v in entering)
-    of_constants = {v for v, _ in flat.constants}
-    slices: list[Slice] = [s for s in flat.slices if s.value in entering]
-    sources = dict.fromkeys(s.source for s in slices)
-    constants += tuple(
-        (v, a) for v, a in flat.constants if v in sources and v not in entering
-    )
+    slices = [s for s in flat.slices if s.value in entering]
     cut = {s.value for s in slices}
-    reads = tuple(
-        v
-        for v in dict.fromkeys((*entering, *sources))
-        if v not in cut and v not in of_constants
-    )
+    needs = dict.fromkeys((*entering, *(s.source for s in slices)))
+    constants = tuple((v, a) for v, a in flat.constants if v in needs)
+    closed_over = {v for v, _ in constants}
+    reads = tuple(v for v in needs if v not in cut and v not in closed_over)
     writes = tuple(v for e in run for v in e.outputs if v in needed)
     work = FlatJaxpr(flat.types, tuple(run), reads, constants, writes, tuple(slices))
     return _Piece(work, reads, writes)
@@ -492,11 +481,12 @@ def _away(
 ) -> frozenset[int]:
     """Results of a straight piece that go to host memory, by position: results of the
     function that must, what only waits for the loop ahead to end, and what is large."""
-    ending: set[int] = set()
-    for at, output in enumerate(flat.outputs):
-        values = output.values if isinstance(output, Parts) else (output,)
-        if isinstance(output, Parts) or at in to_host:
-            ending.update(values)
+    ending = {
+        v
+        for at, output in enumerate(flat.outputs)
+        if isinstance(output, Parts) or at in to_host
+        for v in values_of(output)
+    }
     away = set()
     for at, v in enumerate(piece.writes):
         nbytes = flat.types[v].nbytes

@@ -73,8 +73,8 @@ class WholeRunner:
         self._wanted = wanted
         self._is_plain = wanted.is_nothing and not moves.arguments
         device = arguments.device
-        self._device = jax.sharding.SingleDeviceSharding(device, memory_kind="device")
-        self._host = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
+        self._device = placement.sharding(device, on_host=False)
+        self._host = placement.sharding(device, on_host=True)
         self._moves = moves
         self._given_up = tuple(
             i for i, w in enumerate(arguments.whose) if w is Whose.DONATED_HOST
@@ -239,8 +239,8 @@ class SplitRunner:
         """A result as `jax.jit` would give it out; what is in host memory is committed."""
         if origin is Origin.ARGUMENT:
             return array
-        on_host = array.sharding.memory_kind != "device"
-        return compat.settled(array, on_host or self._committed)
+        committed = placement.is_on_host(array) or self._committed
+        return compat.settled(array, committed)
 
     def _check_donated_once(self, leaves: Sequence[Any], keep: frozenset[int]) -> None:
         """Raises ArgumentError for an array that is donated and passed a second time."""
@@ -257,7 +257,7 @@ class SplitRunner:
 
     def _place(self, leaves: Sequence[Any], arrays: list[Any]) -> None:
         for (instance, whose), leaf in zip(self._arguments, leaves, strict=True):
-            arrays[instance] = self._placed(leaf, whose)
+            arrays[instance] = placement.in_its_place(leaf, whose, self._device)
         for instance, array in self._constants:
             arrays[instance] = array
         for source, instances, cuts, keep in self._cut:
@@ -266,11 +266,6 @@ class SplitRunner:
                 arrays[instance] = array
         for instance, array in self._held.items():
             arrays[instance] = array
-
-    def _placed(self, leaf: Any, whose: Whose) -> jax.Array:
-        if isinstance(leaf, jax.Array) and not whose.ours:
-            return leaf
-        return jax.device_put(leaf, placement.sharding(self._device, whose.on_host))
 
 
 def _blame(

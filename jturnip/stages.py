@@ -184,11 +184,12 @@ class Lowered:
         # Whether every equation is to be a task of its own, for study.
         self._finest = False
         self._lock = threading.RLock()
+        self._result_types = list(map(Type.of, jax.tree.leaves(traced.out_info)))
         self._check_results_fit()
 
     def _check_results_fit(self) -> None:
-        results = [Type.of(info) for info in jax.tree.leaves(self._traced.out_info)]
-        asked = sum(results[i].nbytes for i in self._wanted.places(on_host=False))
+        places = self._wanted.places(on_host=False)
+        asked = sum(self._result_types[i].nbytes for i in places)
         if asked > self.gpu_bytes:
             raise DoesNotFit(
                 f"results that out_shardings places on the device take"
@@ -333,13 +334,14 @@ class Lowered:
             else:
                 program = self._measured_program()
                 piece = make_piece(program, self._options.link)
+                back = self._coming_back(program)
                 wanted = dataclasses.replace(
                     self._wanted,
-                    back=self._coming_back(program),
+                    back=back,
+                    back_bytes=sum(self._result_types[i].nbytes for i in back),
                     committed=self._arguments.committed,
                 )
-                infos = map(Type.of, jax.tree.leaves(self._traced.out_info))
-                weak = [info.weak_type for info in infos]
+                weak = [t.weak_type for t in self._result_types]
                 runner = PieceRunner(piece, self._traced.out_tree, wanted, weak)
             report = self._compile_report(program)
         return Compiled(
@@ -349,16 +351,15 @@ class Lowered:
     def _coming_back(self, program: Program) -> tuple[int, ...]:
         """Results that a program leaves in host memory and the device has room for: all of
         those that nobody asked for there, or none."""
-        results = [Type.of(info).nbytes for info in jax.tree.leaves(self._traced.out_info)]
+        results = self._result_types
         infos = jax.tree.leaves(self._traced.args_info)
         pairs = list(zip(map(Type.of, infos), self._arguments.whose, strict=True))
-        outs = [Type.of(info) for info in jax.tree.leaves(self._traced.out_info)]
-        asked = placement.reused_arguments(pairs, outs).keys()
+        asked = placement.reused_arguments(pairs, results).keys()
         asked |= self._wanted.places(on_host=True)
         ends = program.ends_on_host
         back = tuple(i for i, away in enumerate(ends) if away and i not in asked)
         staying = sum(t.nbytes for t, w in pairs if w is Whose.CALLER_DEVICE)
-        there = sum(n for i, n in enumerate(results) if not ends[i] or i in back)
+        there = sum(t.nbytes for i, t in enumerate(results) if not ends[i] or i in back)
         arena = placement.arena_bytes(self.gpu_bytes, self._arguments.device)
         return back if staying + there <= arena else ()
 

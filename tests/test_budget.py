@@ -338,13 +338,6 @@ def llama_gradient(config: Any, params: Any, tokens: Any) -> Any:
     return jax.grad(lambda params: llama.loss(config, params, tokens))(params)
 
 
-@pytest.fixture(scope="module")
-def quick_compilation():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 @pytest.mark.parametrize(
     ("fn", "budget_of"),
     [(llama_gradient, lambda nbytes: 150_000), (llama.forward, lambda nbytes: nbytes // 4)],

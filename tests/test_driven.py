@@ -3,7 +3,6 @@
 import functools
 import logging
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -27,12 +26,7 @@ import jturnip
 from jturnip.models import llama
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation() -> Iterator[None]:
-    """What runs when is tested here, not how fast."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 WEIGHTS = layers(6)

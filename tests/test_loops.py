@@ -1,7 +1,7 @@
 """Scans in less memory than they need: cut into parts, not put together for nothing."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -31,12 +31,7 @@ from jturnip.runtime import hoststacks
 from jturnip.runtime.engines import DeviceEngines
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation() -> Iterator[None]:
-    """What runs when is tested here, not how fast."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 WIDTH = 128

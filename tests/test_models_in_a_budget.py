@@ -48,10 +48,8 @@ JOBS = ["llama forward", "llama step", "pair forward", "pair step"]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def quick_compilation() -> Iterator[None]:
-    jax.config.update("jax_disable_most_optimizations", True)
+def forgotten_afterwards(quick_compilation: None) -> Iterator[None]:
     yield
-    jax.config.update("jax_disable_most_optimizations", False)
     for cached in (job, stock, ran):
         cached.cache_clear()
 

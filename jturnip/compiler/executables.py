@@ -29,6 +29,7 @@ from jturnip.compiler.progress import progress_bar
 from jturnip.compiler.report import CompileReport
 from jturnip.errors import PlanningError
 from jturnip.frontend import costs
+from jturnip.frontend.hints import nested
 from jturnip.frontend.partition import Group
 from jturnip.frontend.values import Constant, FlatJaxpr, is_key, is_packed
 from jturnip.native import marks
@@ -284,12 +285,8 @@ def _can_be_made_up(dtype: Any) -> bool:
 def _may_be_tried(eqn: Any) -> bool:
     if eqn.effects or eqn.primitive.name in _NOT_TRIED:
         return False
-    for param in eqn.params.values():
-        for closed in param if isinstance(param, tuple) else (param,):
-            body = getattr(closed, "jaxpr", closed)
-            if not all(_may_be_tried(e) for e in getattr(body, "eqns", ())):
-                return False
-    return True
+    bodies = (getattr(closed, "jaxpr", closed) for closed in nested(eqn))
+    return all(_may_be_tried(e) for body in bodies for e in body.eqns)
 
 
 def try_out(executables: Sequence[Executable], sharding: jax.sharding.Sharding) -> None:

@@ -29,9 +29,11 @@ from jturnip.frontend.values import (
     Parts,
     Slice,
     Type,
+    bind,
     is_key,
     is_packed,
     source_line,
+    values_of,
 )
 
 
@@ -370,9 +372,13 @@ class _Flattener:
         return results
 
     def _ours(
-        self, closed: Any, operands: Sequence[int | Constant], calls: tuple[Any, ...]
+        self,
+        closed: Any,
+        operands: Sequence[int | Constant],
+        calls: tuple[Any, ...],
+        driven: str = "",
     ) -> list[int]:
-        """Emits the equations of a jaxpr of our own making."""
+        """Emits the equations of a jaxpr of our own making; drives the primitive named."""
         jaxpr, consts = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
         scope: dict[Any, Any] = {}
         for var, const in zip(jaxpr.constvars, consts, strict=True):
@@ -385,18 +391,21 @@ class _Flattener:
             return Constant(atom.val, Type.of(atom.aval))
 
         for eqn in jaxpr.eqns:
+            given = list(map(read, eqn.invars))
             inner = _INLINED.get(eqn.primitive.name)
             if inner is not None and inner in eqn.params:
-                results = self._ours(eqn.params[inner], list(map(read, eqn.invars)), calls)
+                results = self._ours(eqn.params[inner], given, calls, driven)
+            elif eqn.primitive.name == driven:
+                results = self._driven(eqn, given, calls, ours=True)
             else:
-                results = self._emit(eqn, list(map(read, eqn.invars)), calls, ours=True)
+                results = self._emit(eqn, given, calls, ours=True)
             scope.update(zip(eqn.outvars, results, strict=True))
         return list(map(read, jaxpr.outvars))
 
     def _without_moves(self, eqn: Any) -> Any:
         structs = [Type.of(v.aval).struct() for v in eqn.invars]
         params = hints.params_without_moves(eqn, _INLINED)
-        run = lambda *operands: stacks.bind(eqn, operands, **params)
+        run = lambda *operands: bind(eqn, operands, **params)
         made = jax.make_jaxpr(run)(*structs)
         (cleaned,) = getattr(made, "jaxpr", made).eqns
         return cleaned
@@ -406,14 +415,12 @@ class _Flattener:
     ) -> list[int]:
         """All that touches some references, as one equation."""
         lead = region.lead
-        where = source_line((lead,), calls) or "unknown line"
         for v in region.invars:
             if compat.is_reference(v.aval):
                 raise UnsupportedError(
-                    f'primitive "{lead.primitive.name}" ({where}) changes a reference that'
-                    " was made outside the function, and jturnip splits functions of"
-                    " arrays only. Make the reference inside, or raise gpu_bytes so that"
-                    " the whole function fits."
+                    f"{_what(lead, calls)} changes a reference that was made outside the"
+                    " function, and jturnip splits functions of arrays only. Make the"
+                    " reference inside, or raise gpu_bytes so that the whole function fits."
                 )
         structs = [Type.of(v.aval).struct() for v in region.invars]
         made = jax.make_jaxpr(jax.jit(region.function()))(*structs)
@@ -489,7 +496,7 @@ class _Flattener:
             (self._types[sparse.updates] if v is sparse else Type.of(atom.aval)).struct()
             for v, atom in zip(operands, eqn.invars, strict=True)
         ]
-        made = jax.make_jaxpr(lambda *operands: stacks.bind(eqn, operands))(*structs)
+        made = jax.make_jaxpr(lambda *operands: bind(eqn, operands))(*structs)
         given = [sparse.updates if v is sparse else self.whole(v, calls) for v in operands]
         (updates,) = self._ours(made, given, (*calls, eqn))
         t = Type.of(eqn.outvars[0].aval)
@@ -508,7 +515,7 @@ class _Flattener:
             (t if v is sparse else Type.of(atom.aval)).struct()
             for v, atom in zip(operands, eqn.invars, strict=True)
         ]
-        made = jax.make_jaxpr(lambda *operands: stacks.bind(eqn, operands))(*structs)
+        made = jax.make_jaxpr(lambda *operands: bind(eqn, operands))(*structs)
         zero = Constant(np.zeros((), t.dtype), t) if sparse.base is None else sparse.base
         given = [zero if v is sparse else self.whole(v, calls) for v in operands]
         return self._ours(made, given, (*calls, eqn))[0]
@@ -575,27 +582,8 @@ class _Flattener:
         made = stacks.as_while(eqn, *scan_counts(eqn)[:2])
         if hints.has_moves(eqn):
             made = hints.without_moves(made, _INLINED)
-        jaxpr = getattr(made, "jaxpr", made)
-        scope: dict[Any, Value] = dict(zip(jaxpr.invars, operands, strict=True))
-        scope.update(
-            (v, self.constant(c, v.aval))
-            for v, c in zip(jaxpr.constvars, getattr(made, "consts", ()), strict=True)
-        )
-
-        def read(atom: Any) -> int | Constant:
-            if hasattr(atom, "val"):
-                return Constant(atom.val, Type.of(atom.aval))
-            return self.whole(scope[atom], calls)
-
-        within = (*calls, eqn)
-        for inner in jaxpr.eqns:
-            whole = list(map(read, inner.invars))
-            if inner.primitive.name == "while":
-                results = self._driven(inner, whole, within, ours=True)
-            else:
-                results = self._emit(inner, whole, within, ours=True)
-            scope.update(zip(inner.outvars, results, strict=True))
-        return [scope[v] for v in jaxpr.outvars]
+        whole = [self.whole(v, calls) for v in operands]
+        return list(self._ours(made, whole, (*calls, eqn), driven="while"))
 
     def _iterations(
         self,
@@ -797,9 +785,7 @@ class _Flattener:
         self, inputs: tuple[int, ...], outputs: tuple[int | Parts, ...]
     ) -> FlatJaxpr:
         """What was collected, without what no result and no effect needs."""
-        values = (o.values if isinstance(o, Parts) else (o,) for o in outputs)
-        wanted = {v for vs in values for v in vs}
-        wanted.update(self._tokens)
+        wanted = {*self._tokens, *(v for o in outputs for v in values_of(o))}
         equations = _live(self._equations, wanted)
         used = {v for e in equations for v in e.inputs if isinstance(v, int)}
         slices = tuple(
@@ -860,10 +846,7 @@ def _check_arguments(closed: Any) -> None:
         if not compat.is_reference(v.aval):
             continue
         users = [e for e in jaxpr.eqns if any(v is operand for operand in e.invars)]
-        what = ""
-        for eqn in users[:1]:
-            where = source_line((eqn,), ()) or "unknown line"
-            what = f'primitive "{eqn.primitive.name}" ({where}) uses one: '
+        what = f"{_what(users[0], ())} uses one: " if users else ""
         raise UnsupportedError(
             f"{what}the function takes or closes over a mutable reference ({v.aval}), and"
             " jturnip splits functions of arrays only. Make the reference inside the"
@@ -871,21 +854,25 @@ def _check_arguments(closed: Any) -> None:
         )
 
 
+def _what(eqn: Any, calls: tuple[Any, ...]) -> str:
+    """How to speak of an equation to the user."""
+    where = source_line((eqn,), calls) or "unknown line"
+    return f'primitive "{eqn.primitive.name}" ({where})'
+
+
 def _check(eqn: Any, calls: tuple[Any, ...]) -> None:
     """Refuses what is not a function of arrays on one device, with the user's line."""
-    what = f'primitive "{eqn.primitive.name}"'
-    where = source_line((eqn,), calls) or "unknown line"
     for variable in (*eqn.invars, *eqn.outvars):
         aval = variable.aval
         if not hasattr(aval, "shape") or not hasattr(aval, "dtype"):
             raise UnsupportedError(
-                f"{what} ({where}) uses {aval}, which is not an array, and jturnip splits"
-                " functions of arrays only. Raise gpu_bytes so that the whole function"
-                " fits."
+                f"{_what(eqn, calls)} uses {aval}, which is not an array, and jturnip"
+                " splits functions of arrays only. Raise gpu_bytes so that the whole"
+                " function fits."
             )
     if eqn.primitive.name == "device_put" and not hints.is_move(eqn):
         raise UnsupportedError(
-            f"{what} ({where}) puts a value on another device, and jturnip runs on one."
+            f"{_what(eqn, calls)} puts a value on another device, and jturnip runs on one."
             " Move it with jax.device_put outside the function."
         )
 

@@ -140,6 +140,11 @@ class Parts:
     type: Type
 
 
+def values_of(output: int | Parts) -> tuple[int, ...]:
+    """The values that a result is, or is put together from."""
+    return output.values if isinstance(output, Parts) else (output,)
+
+
 @dataclass(frozen=True, slots=True)
 class FlatJaxpr:
     """A function as numbered values and the equations between them, in a serial order."""
@@ -158,8 +163,7 @@ class FlatJaxpr:
     @property
     def result_values(self) -> tuple[int, ...]:
         """The values of all results, in order."""
-        values = (o.values if isinstance(o, Parts) else (o,) for o in self.outputs)
-        return tuple(v for vs in values for v in vs)
+        return tuple(v for o in self.outputs for v in values_of(o))
 
     @property
     def written_outputs(self) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jturnip import compat
+from jturnip import compat, placement
 from jturnip.compat import Device
 from jturnip.compiler import nans
 from jturnip.compiler.executables import Executable
@@ -88,8 +88,8 @@ def make_program(
         schedule,
         tuple(steps),
         tuple(host_readers),
-        jax.sharding.SingleDeviceSharding(device, memory_kind="device"),
-        jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host"),
+        placement.sharding(device, on_host=False),
+        placement.sharding(device, on_host=True),
         blame,
     )
 

@@ -59,8 +59,7 @@ def rows_of(
 
 
 def _is_shared(piece: np.ndarray, array: jax.Array) -> bool:
-    on_cpu = next(iter(array.devices())).platform == "cpu"
-    return on_cpu and piece.ctypes.data % _ALIGNMENT == 0
+    return _is_within_reach(array) and piece.ctypes.data % _ALIGNMENT == 0
 
 
 def _remember(
@@ -111,7 +110,7 @@ class Assembly:
         leaves = list(leaves)
         for number, result in enumerate(self._results):
             at = result.argument
-            in_place = at is not None and at not in keep and _is_writable(leaves[at])
+            in_place = at is not None and at not in keep and _is_within_reach(leaves[at])
             if at is not None and in_place:
                 leaves[at], memory = taken_over(leaves[at])
                 self._taken[number] = leaves[at]
@@ -177,7 +176,7 @@ def taken_over(
     Where somebody else knows that memory it is a copy; where the host cannot write to the
     device's arrays there is no array. With `copied` the array stays the caller's.
     """
-    if copied or not _is_writable(array):
+    if copied or not _is_within_reach(array):
         memory = _empty(Type.of(array))
         np.copyto(memory, view(array))
         if not copied:
@@ -194,8 +193,8 @@ def _moved(sharding: jax.sharding.Sharding) -> Callable[[jax.Array], jax.Array]:
     return jax.jit(lambda array: array, donate_argnums=0, out_shardings=sharding)
 
 
-def _is_writable(array: jax.Array) -> bool:
-    """Whether the host can write to the memory of an array of ours."""
+def _is_within_reach(array: jax.Array) -> bool:
+    """Whether the host reaches the memory of an array of ours itself."""
     return next(iter(array.devices())).platform == "cpu"
 
 

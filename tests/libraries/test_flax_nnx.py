@@ -1,5 +1,6 @@
 """Models of flax.nnx, in its functional style: `split` outside, `merge` inside."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -75,11 +76,8 @@ def test_transformer_forward():
     assert_half_is_enough(forward, filled(params), filled(rest), TOKENS)
 
 
-def test_transformer_step():
-    def init() -> tuple[Any, Any]:
-        model = Transformer(nnx.Rngs(0))
-        return model, nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
-
+def assert_half_is_enough_to_train(init: Callable[[], tuple[Any, Any]]) -> None:
+    """For a language model and its optimizer, as `init` makes them."""
     graph, state = nnx.split(nnx.eval_shape(init))
 
     def step(state: Any, tokens: jax.Array) -> tuple[Any, jax.Array]:
@@ -89,6 +87,14 @@ def test_transformer_step():
         return nnx.state((model, optimizer)), loss
 
     assert_half_is_enough(step, filled(state), TOKENS, donated=(0,))
+
+
+def test_transformer_step():
+    def init() -> tuple[Any, Any]:
+        model = Transformer(nnx.Rngs(0))
+        return model, nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
+
+    assert_half_is_enough_to_train(init)
 
 
 class Tied(nnx.Module):
@@ -157,15 +163,7 @@ def test_gru_step():
         optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
         return model, nnx.Optimizer(model, optimizer, wrt=nnx.Param)
 
-    graph, state = nnx.split(nnx.eval_shape(init))
-
-    def step(state: Any, tokens: jax.Array) -> tuple[Any, jax.Array]:
-        model, optimizer = nnx.merge(graph, state)
-        loss, grads = nnx.value_and_grad(language_loss)(model, tokens)
-        optimizer.update(model, grads)
-        return nnx.state((model, optimizer)), loss
-
-    assert_half_is_enough(step, filled(state), TOKENS, donated=(0,))
+    assert_half_is_enough_to_train(init)
 
 
 class Autoencoder(nnx.Module):

@@ -13,7 +13,7 @@ from jturnip.errors import (
     UnsupportedError as UnsupportedError,
 )
 from jturnip.graph.plan import Plan as Plan
-from jturnip.placement import host as host
+from jturnip.memory import host as host
 from jturnip.runtime.link import SimulatedLink as SimulatedLink
 from jturnip.runtime.report import RunReport as RunReport
 

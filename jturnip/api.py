@@ -1,5 +1,6 @@
 """`jturnip.jit`: `jax.jit` in a byte budget."""
 
+import contextlib
 import functools
 import threading
 import types
@@ -13,12 +14,13 @@ from jturnip import compat
 from jturnip.errors import UnsupportedError
 from jturnip.runtime.link import SimulatedLink
 from jturnip.runtime.report import RunReport
+from jturnip.runtime.turns import Turn
 from jturnip.signature import Call, Statics
 from jturnip.stages import Compiled, Lowered, Options, Traced, place
 from jturnip.units import parse_bytes
 
 
-# Signatures that one function keeps; then the oldest is forgotten.
+# Signatures that one function keeps; then the least recently used is forgotten.
 _SIGNATURES = 256
 
 
@@ -89,6 +91,7 @@ def jit(
         link,
         _said(in_shardings),
         _said(out_shardings),
+        keep_unused,
     )
     keywords = {
         "static_argnums": static_argnums,
@@ -125,7 +128,10 @@ class Wrapped:
             self._inlined = jax.jit(fn, **keywords, **shardings)
         self._options = options
         self._statics = Statics(fn, keywords["static_argnums"], keywords["static_argnames"])
+        # The most recently used last.
         self._compiled: OrderedDict[Hashable, Compiled] = OrderedDict()
+        # The budget is for all signatures, and all threads.
+        self._turn = Turn()
         self._compiling = threading.RLock()
         self._last: Compiled | None = None
 
@@ -157,6 +163,8 @@ class Wrapped:
             self._jitted.trace(*call.args, **call.kwargs)
             raise
         if compiled is not None:
+            with contextlib.suppress(KeyError):  # another thread may have forgotten it
+                self._compiled.move_to_end(key)
             return compiled
         with self._compiling:
             compiled = self._compiled.get(key)
@@ -171,7 +179,7 @@ class Wrapped:
         return compiled
 
     def _trace(self, call: Call) -> Traced:
-        return Traced(self._jitted, self._statics, call, self._options)
+        return Traced(self._jitted, self._statics, call, self._options, self._turn)
 
     def trace(self, *args: Any, **kwargs: Any) -> Traced:
         """Traces for arguments, or `jax.ShapeDtypeStruct`s like them.

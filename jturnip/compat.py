@@ -7,6 +7,8 @@
 | `persistent_cache_min_compile_time_secs` | stores what compiles quickly | does not |
 | `jax._src.array.ArrayImpl` | results not committed, or weakly typed | the other |
 | `batched_copy_array_to_devices_with_sharding` | copies quickly | `device_put` |
+| `jax._src.interpreters.pxla.batched_device_put` | the same for numpy's | `device_put` |
+| `jax._src.dispatch.runtime_tokens` | ordered effects after one failed | they fail too |
 
 It also reads what JAX offers publicly but does not describe to type checkers.
 """
@@ -65,6 +67,53 @@ try:
     _REUSE: Any = _xla_client.ArrayCopySemantics.REUSE_INPUT
 except (ImportError, AttributeError):  # pragma: no cover - depends on the jax version
     _batched_copy = None
+
+try:
+    from jax._src.interpreters.pxla import batched_device_put as _put
+except ImportError:  # pragma: no cover - depends on the jax version
+    _put: Any = None
+
+try:
+    from jax._src.dispatch import runtime_tokens as _tokens
+except ImportError:  # pragma: no cover - depends on the jax version
+    _tokens: Any = None
+
+
+def put(array: Any, sharding: Any) -> Any:
+    """Puts what is no JAX array on one device, as `jax.jit` does with arguments: a guard
+    against transfers sees it."""
+    global _put
+    if _put is not None and type(array) is np.ndarray:
+        dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+        if dtype == array.dtype:
+            try:
+                on_host = sharding.memory_kind != "device"
+                aval = _abstract(array.shape, dtype, on_host)
+                return _put(aval, sharding, [array], list(sharding.device_set))
+            except (AttributeError, TypeError):  # another signature than the one we know
+                _put = None
+    return jax.device_put(array, sharding)
+
+
+@functools.lru_cache(maxsize=1024)
+def _abstract(shape: tuple[int, ...], dtype: Any, on_host: bool) -> Any:
+    space = jax.memory.Space.Host if on_host else jax.memory.Space.Device
+    return jax.core.ShapedArray(shape, dtype).update(memory_space=space)
+
+
+def forget_failed_tokens() -> None:
+    """Lets ordered effects of this thread begin anew after one of them failed.
+
+    JAX hands a token from one to the next, and keeps the one of a failed call.
+    """
+    tokens = getattr(_tokens, "current_tokens", None)
+    if not isinstance(tokens, dict):
+        return
+    for effect, token in list(tokens.items()):
+        try:
+            token.block_until_ready()
+        except Exception:
+            tokens.pop(effect, None)
 
 
 def copy_to(array: Any, sharding: Any) -> Any:

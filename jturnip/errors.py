@@ -41,20 +41,14 @@ class DoesNotFit(PlanningError):
         self.needed_bytes = needed_bytes
         self.gpu_bytes = gpu_bytes
 
-    def beside(self, nbytes: int) -> "DoesNotFit":
-        """The same where others take `nbytes` of the device meanwhile."""
-        if not nbytes:
-            return self
-        needed, gpu_bytes = self.needed_bytes + nbytes, self.gpu_bytes + nbytes
-        others = f" Other values take {nbytes} bytes of the device meanwhile: with them it"
-        message = f"{self}{others} takes gpu_bytes={needed}."
-        return DoesNotFit(message, needed_bytes=needed, gpu_bytes=gpu_bytes)
-
     def for_(self, gpu_bytes: int, needed_bytes: int) -> "DoesNotFit":
         """The same as the answer to another budget, which needs at least so much."""
         message = str(self)
         if (gpu_bytes, needed_bytes) != (self.gpu_bytes, self.needed_bytes):
-            message = f"{self} (gpu_bytes was {gpu_bytes}; {needed_bytes} would do.)"
+            message = (
+                f"in a budget of {gpu_bytes} bytes the function does not fit;"
+                f" {needed_bytes} would do. In one of {self.gpu_bytes}: {self}"
+            )
         return DoesNotFit(message, needed_bytes=needed_bytes, gpu_bytes=gpu_bytes)
 
 

@@ -7,14 +7,16 @@ import collections
 import contextlib
 import dataclasses
 import gc
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from jturnip import compat, placement
 from jturnip.compat import Device
 from jturnip.compiler import executables as compiler
-from jturnip.compiler.executables import Executable
+from jturnip.compiler.executables import Executable, Trials
 from jturnip.compiler.report import CompileReport
 from jturnip.errors import DoesNotFit, HostMemoryError
 from jturnip.frontend.costs import DeviceRates
@@ -24,9 +26,8 @@ from jturnip.frontend.values import FlatJaxpr, Parts
 from jturnip.graph.memgraph import MemGraph
 from jturnip.graph.plan import Plan
 from jturnip.graph.taskgraph import Buffer, BufferId, Place, Role, Task, TaskGraph, TaskId
-from jturnip.placement import Arguments, Whose
+from jturnip.placement import Arguments, Budget, Returned, Whose
 from jturnip.planner import figures
-from jturnip.planner.allocator import padded
 from jturnip.planner.planner import (
     does_not_fit,
     plan as make_memgraph,
@@ -38,7 +39,7 @@ from jturnip.planner.verify import peak_bytes, verify
 from jturnip.runtime.link import SimulatedLink
 from jturnip.runtime.schedule import Link, Schedule, schedule
 from jturnip.runtime.simulated import simulate
-from jturnip.units import format_bytes
+from jturnip.units import format_bytes, padded
 
 
 # A task may hold this share of the budget, where it can be cut: two can then be resident
@@ -66,6 +67,9 @@ _RATES = {
 _LINKS = {"cpu": Link(5e9, 5e9), "gpu": Link(2.5e10, 2.5e10)}
 
 
+_NOTHING_KNOWN = Returned()
+
+
 @dataclass(frozen=True, slots=True)
 class Split:
     """A function as tasks with their executables, not yet planned."""
@@ -75,12 +79,16 @@ class Split:
     groups: tuple[Group, ...]
     graph: TaskGraph
     executables: tuple[Executable, ...]
+    # The numbers that each task passes to its executable.
+    numbers: tuple[tuple[np.ndarray, ...], ...]
     compile_report: CompileReport
     arguments: Arguments
     # The buffer of each value that has one.
     buffers: Mapping[int, BufferId]
     # Result → the donated host argument whose memory it takes over; by position.
     reuses: Mapping[int, int]
+    # Results that must end in host memory, by position.
+    to_host: frozenset[int]
     # Buffers that start in host memory, and are put on the device for many runs.
     resident: tuple[BufferId, ...] = ()
 
@@ -102,17 +110,17 @@ def link_of(device: Device, simulated: SimulatedLink | None) -> Link:
 
 
 def streaming(
-    avals: Sequence[Any], arguments: Arguments, gpu_bytes: int, attempt: int
+    avals: Sequence[Any], arguments: Arguments, budget: Budget, attempt: int
 ) -> Streaming:
     """What is cut and driven in an attempt; later attempts cut more.
 
     Args:
       avals: abstract values of the arguments.
       arguments: how they are held.
-      gpu_bytes: the budget, in bytes.
+      budget: what there is, and what others take of it.
       attempt: from 0 to `ATTEMPTS` - 1.
     """
-    arena = placement.arena_bytes(gpu_bytes, arguments.device)
+    arena = budget.arena(arguments.device)
     scans, others = _SHARES_OF_LOOPS[attempt]
     donated = [
         (tuple(aval.shape), aval.dtype)
@@ -133,34 +141,41 @@ def streaming(
 def split(
     flat: FlatJaxpr,
     arguments: Arguments,
-    gpu_bytes: int,
+    budget: Budget,
     to_host: Collection[int] = (),
     finest: bool = False,
     repeated: bool = False,
+    returned: Returned = _NOTHING_KNOWN,
+    made: list[Executable] | None = None,
 ) -> Split:
-    """Cuts a function into tasks that fit in `gpu_bytes`, and compiles them.
+    """Cuts a function into tasks that fit in a budget, and compiles them.
 
     Args:
       flat: the function.
       arguments: how its arguments are held.
-      gpu_bytes: the budget, in bytes.
+      budget: what there is, and what others take of it.
       to_host: positions of results that must end in host memory.
       finest: whether every equation is a task of its own.
       repeated: whether it runs many times with the same arrays in host memory: then those
         that there is room for are taken to be on the device.
+      returned: which results are to lie in one memory; those for which there is no room on
+        the device go to host memory.
+      made: grows by what is compiled, so that it lives until it can be used again.
 
     Raises:
       DoesNotFit: where a single equation, or the caller's own arrays, need more.
     """
     arguments = kept(arguments, flat)
     device = arguments.device
-    arena = placement.arena_bytes(gpu_bytes, device)
+    arena = budget.arena(device)
     partitioner = Partitioner(flat, rates(device))
-    _refuse_early(flat, partitioner, arguments, gpu_bytes)
+    _refuse_early(flat, partitioner, arguments, budget)
     groups = partitioner.partition(0 if finest else arena // _SHARE)
     compiled = None
     while True:
         compiled = _compile(flat, groups, arguments, compiled)
+        if made is not None:
+            made += compiled.made
         graph, buffers = _build(flat, groups, arguments, compiled, to_host)
         if smallest_budget(graph) <= arena:
             break
@@ -168,8 +183,13 @@ def split(
         too_large = {t.id for t in graph.tasks if task_bytes(graph, t) + kept_bytes > arena}
         finer = partitioner.refine(groups, frozenset(too_large))
         if len(finer) == len(groups):
-            raise _refusal(graph, gpu_bytes, device)
+            raise _refusal(graph, budget, device)
         groups = finer
+    least = lambda there: _least_when_cut(flat, partitioner, arguments, graph, arena, there)
+    away = leaving(flat, arguments, to_host, returned, arena, least)
+    to_host = frozenset(to_host).union(away, at_home(flat, arguments))
+    if away:
+        graph, buffers = _build(flat, groups, arguments, compiled, to_host)
     resident = _resident(flat, graph, buffers, arguments, arena) if repeated else ()
     return Split(
         flat=flat,
@@ -177,11 +197,136 @@ def split(
         graph=_with_resident(graph, resident),
         resident=resident,
         executables=compiled.executables,
+        numbers=compiled.numbers,
         compile_report=compiled.report,
         arguments=arguments,
         buffers=buffers,
         reuses=reuses(flat, arguments),
+        to_host=to_host,
     )
+
+
+def _least_bytes(graph: TaskGraph, there: Collection[BufferId]) -> int:
+    """What a plan needs at least if some more buffers are on the device all the time."""
+    bytes_of = [padded(b.nbytes) for b in graph.buffers]
+    staying = {b.id for b in graph.buffers if b.pinned}.union(there)
+    largest = max(
+        (
+            padded(t.workspace)
+            + sum(bytes_of[b] for b in (*t.inputs, *t.outputs) if b not in staying)
+            for t in graph.tasks
+        ),
+        default=0,
+    )
+    return sum(bytes_of[b] for b in staying) + largest
+
+
+def _least_when_cut(
+    flat: FlatJaxpr,
+    partitioner: Partitioner,
+    arguments: Arguments,
+    graph: TaskGraph,
+    arena: int,
+    there: Collection[BufferId],
+) -> int:
+    """What a plan needs at least if some more buffers are on the device all the time, and
+    tasks are cut as fine as that takes."""
+    least = _least_bytes(graph, there)
+    if least <= arena:
+        return least
+    finest, _ = _build(flat, partitioner.partition(0), arguments)
+    workspace = max((padded(t.workspace) for t in graph.tasks), default=0)
+    return min(least, _least_bytes(finest, there) + workspace)
+
+
+def leaving(
+    flat: FlatJaxpr,
+    arguments: Arguments,
+    to_host: Collection[int],
+    returned: Returned,
+    arena: int,
+    least: Callable[[Collection[BufferId]], int] = lambda there: 0,
+) -> frozenset[int]:
+    """Results that go to host memory, since there is no room for them on the device, or none
+    that would be left for the function to be called with them.
+
+    Args:
+      flat: the function.
+      arguments: how its arguments are held.
+      to_host: results that go there anyway, by position.
+      returned: of which results all go or none does; others stay.
+      arena: bytes on the device.
+      least: bytes that a call needs if some more arguments are on the device.
+    """
+    away = at_home(flat, arguments).union(to_host)
+    as_they_are = frozenset(flat.inputs)
+    sizes = {
+        at: padded(flat.type_of(output).nbytes)
+        for at, output in enumerate(flat.outputs)
+        if at not in away and output not in as_they_are
+    }
+    # At rest a result may have the place of an argument that was given up.
+    offers = collections.Counter(
+        (flat.types[v].shape, flat.types[v].dtype)
+        for v, w in zip(flat.inputs, arguments.whose, strict=True)
+        if w is Whose.DONATED_DEVICE
+    )
+    for at in sizes:
+        t = flat.type_of(flat.outputs[at])
+        if offers[t.shape, t.dtype]:
+            offers[t.shape, t.dtype] -= 1
+            sizes[at] = 0
+    room = arena - _argument_bytes(flat, arguments, (Whose.CALLER_DEVICE,))
+    room -= sum(constants_on_device(flat).values())
+    groups = sorted(
+        map(sorted, returned.groups), key=lambda g: sum(sizes.get(i, 0) for i in g)
+    )
+    staying = set(sizes).difference(*groups)
+    for group in groups:
+        wanted = staying.union(at for at in group if at in sizes)
+        # The arguments' buffers come first, in order.
+        again = frozenset(BufferId(i) for at, i in returned.again if at in wanted)
+        if sum(sizes[at] for at in wanted) <= room and least(again) <= arena:
+            staying = wanted
+    return frozenset(set(sizes) - staying)
+
+
+def called_again(
+    arguments: Arguments, to_host: Collection[int], returned: Returned
+) -> Arguments:
+    """How arguments are held in the next call, if it is given results that are on the
+    device."""
+    whose = list(arguments.whose)
+    for at, i in returned.again:
+        if at not in to_host:
+            donated = whose[i].donated
+            whose[i] = Whose.DONATED_DEVICE if donated else Whose.CALLER_DEVICE
+    return dataclasses.replace(arguments, whose=tuple(whose))
+
+
+def unread(flat: FlatJaxpr) -> frozenset[int]:
+    """Values of arguments that nothing reads and that are not returned: they are the
+    caller's matter, wherever they lie."""
+    used = {v for e in flat.equations for v in e.inputs if isinstance(v, int)}
+    used.update(s.source for s in flat.slices)
+    used.update(flat.result_values)
+    return frozenset(flat.inputs) - used
+
+
+def constants_on_device(flat: FlatJaxpr) -> dict[int, int]:
+    """Closed-over arrays that are on the device: id → bytes."""
+    return {
+        id(array): padded(flat.types[v].nbytes)
+        for v, array in flat.constants
+        if not constant_whose(array).on_host
+    }
+
+
+def bytes_at_start(flat: FlatJaxpr, arguments: Arguments) -> int:
+    """Device bytes of arguments and closed-over arrays when a call begins."""
+    there = [w for w in Whose if not w.on_host]
+    constants = sum(constants_on_device(flat).values())
+    return _argument_bytes(flat, arguments, there) + constants
 
 
 def _resident(
@@ -256,13 +401,18 @@ def may_fit(
 
 
 def _refuse_early(
-    flat: FlatJaxpr, partitioner: Partitioner, arguments: Arguments, gpu_bytes: int
+    flat: FlatJaxpr, partitioner: Partitioner, arguments: Arguments, budget: Budget
 ) -> None:
     """Refuses a hopeless budget after compiling the largest equations only."""
-    arena = placement.arena_bytes(gpu_bytes, arguments.device)
+    arena = budget.arena(arguments.device)
+    staying = {
+        v
+        for v, w in zip(flat.inputs, arguments.whose, strict=True)
+        if w is Whose.CALLER_DEVICE
+    }
     kept = _argument_bytes(flat, arguments, (Whose.CALLER_DEVICE,))
-    at_start = _argument_bytes(flat, arguments, [w for w in Whose if not w.on_host])
-    if max(partitioner.least_bytes() + kept, at_start) <= arena:
+    least = partitioner.least_bytes(staying) + kept
+    if max(least, bytes_at_start(flat, arguments)) <= arena:
         return
     finest = partitioner.partition(0)
     bare, _ = _build(flat, finest, arguments)
@@ -273,22 +423,24 @@ def _refuse_early(
     most = max(sizes)
     hungry = [g for g, size in zip(finest, sizes, strict=True) if size * 3 >= most]
     graph, _ = _build(flat, hungry, arguments, _compile(flat, hungry, arguments))
-    raise _refusal(graph, gpu_bytes, arguments.device)
+    raise _refusal(graph, budget, arguments.device)
 
 
-def _refusal(graph: TaskGraph, gpu_bytes: int, device: Device) -> DoesNotFit:
+def _refusal(graph: TaskGraph, budget: Budget, device: Device) -> DoesNotFit:
     """The planner's error in terms of the budget that the user gives."""
     arena = smallest_budget(graph)
-    needed = placement.gpu_bytes_for(arena, device)
-    return does_not_fit(graph, gpu_bytes, needed, needed - arena)
+    needed = budget.needed(arena, device)
+    reserve = needed - arena - budget.taken
+    return does_not_fit(graph, budget.gpu_bytes, needed, reserve, budget.taken)
 
 
 def _argument_bytes(flat: FlatJaxpr, arguments: Arguments, held: Collection[Whose]) -> int:
-    """Bytes of the arguments that are held in one of these ways."""
+    """Bytes of the arguments that are held in one of these ways, and not left unread."""
+    ignored = unread(flat)
     return sum(
-        flat.types[v].nbytes
+        padded(flat.types[v].nbytes)
         for v, whose in zip(flat.inputs, arguments.whose, strict=True)
-        if whose in held
+        if whose in held and v not in ignored
     )
 
 
@@ -323,10 +475,13 @@ def _build(
         nbytes = flat.types[value].nbytes
         buffers.append(Buffer(of_value[value], nbytes, role, **fields))
 
+    ignored = unread(flat)
     for value, whose, name in zip(
         flat.inputs, arguments.whose, arguments.names, strict=True
     ):
-        add(value, Role.INPUT, name=name, **_start(whose))
+        # What nothing reads takes no slot: as if it were elsewhere.
+        start = _start(Whose.CALLER_HOST if value in ignored else whose)
+        add(value, Role.INPUT, name=name, **start)
     for number, (value, array) in enumerate(flat.constants):
         name = f"closed-over array {number}"
         add(value, Role.CONSTANT, name=name, **_start(constant_whose(array)))
@@ -375,6 +530,15 @@ def reuses(flat: FlatJaxpr, arguments: Arguments) -> dict[int, int]:
     return placement.reused_arguments(pairs, results)
 
 
+def at_home(flat: FlatJaxpr, arguments: Arguments) -> frozenset[int]:
+    """Results that stay where an argument in host memory was: it is returned, or re-used."""
+    on_host = {
+        v for v, w in zip(flat.inputs, arguments.whose, strict=True) if w.on_host
+    }
+    returned = {at for at, output in enumerate(flat.outputs) if output in on_host}
+    return frozenset(returned.union(reuses(flat, arguments)))
+
+
 def _ending_on_host(
     flat: FlatJaxpr, arguments: Arguments, to_host: Collection[int]
 ) -> frozenset[int]:
@@ -421,36 +585,31 @@ def _task(
     )
 
 
-def measure(candidate: Split, gpu_bytes: int) -> Split:
-    """Runs each new executable on zeros, where that fits beside the arguments.
+def measure(candidate: Split, trials: Trials) -> Split:
+    """Runs each new executable on zeros, where there is room for that.
 
     Returns:
       The same with measured seconds in its tasks.
     """
-    device = candidate.arguments.device
-    arena = placement.arena_bytes(gpu_bytes, device)
-    room = arena - sum(b.nbytes for b in candidate.graph.buffers if b.start is Place.DEVICE)
-    largest: dict[int, int] = {}
-    for task in candidate.graph.tasks:
-        needs = task_bytes(candidate.graph, task)
-        largest[task.executable] = max(needs, largest.get(task.executable, 0))
+    graph = candidate.graph
+    largest = [0] * len(candidate.executables)
+    for task in graph.tasks:
+        # All of its operands are made anew, also where the caller has them already.
+        arrays = (graph.buffers[b] for b in (*task.inputs, *task.outputs))
+        needs = padded(task.workspace) + sum(padded(b.nbytes) for b in arrays)
+        largest[task.executable] = max(needs, largest[task.executable])
     compiler.try_out(
-        [
-            executable
-            for number, executable in enumerate(candidate.executables)
-            if largest[number] <= room
-        ],
-        placement.sharding(device, on_host=False),
+        list(zip(candidate.executables, largest, strict=True)),
+        placement.sharding(candidate.arguments.device, on_host=False),
+        trials,
     )
     tasks = tuple(
         dataclasses.replace(
             t, seconds=candidate.executables[t.executable].seconds or t.seconds
         )
-        for t in candidate.graph.tasks
+        for t in graph.tasks
     )
-    return dataclasses.replace(
-        candidate, graph=dataclasses.replace(candidate.graph, tasks=tasks)
-    )
+    return dataclasses.replace(candidate, graph=dataclasses.replace(graph, tasks=tasks))
 
 
 def make_plan(

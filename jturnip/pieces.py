@@ -1,7 +1,6 @@
 """Programs that are driven: loops that repeat a plan, branches that choose one, chains."""
 
 import dataclasses
-import threading
 import time
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -9,16 +8,26 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from jturnip import compat, placement
+from jturnip import compat, memory, placement
 from jturnip.frontend import tables
 from jturnip.frontend.values import Parts
 from jturnip.graph.plan import Plan
+from jturnip.memory import device_bytes
 from jturnip.placement import Wanted
-from jturnip.programs import Chain, Choice, Loop, Program, Rows, Stage, Straight
+from jturnip.programs import (
+    Chain,
+    Choice,
+    Loop,
+    Program,
+    Rows,
+    Stage,
+    Straight,
+)
 from jturnip.runners import SplitRunner, let_go
 from jturnip.runtime import hoststacks
 from jturnip.runtime.link import SimulatedLink
 from jturnip.runtime.report import RunReport
+from jturnip.runtime.turns import Turn
 
 
 class Piece(Protocol):
@@ -31,11 +40,17 @@ class Piece(Protocol):
 
     @property
     def last_run(self) -> RunReport | None:
-        """What the last finished run did."""
+        """What the last finished run did; its peak counts the arguments, and all that was
+        made."""
         ...
 
     def run(self, leaves: Sequence[Any], keep: frozenset[int] = frozenset()) -> list[Any]:
         """Runs once. Arguments at `keep` are not given up, even where the plan says so."""
+        ...
+
+    def leave(self) -> None:
+        """Lets go of closed-over arrays that were put on the device; a run puts them
+        there again."""
         ...
 
 
@@ -55,36 +70,70 @@ def make_piece(program: Program, link: SimulatedLink | None) -> Piece:
 class PieceRunner:
     """A piece with the tree of a function's results around it, in their places."""
 
-    def __init__(self, piece: Piece, out_tree: Any, wanted: Wanted, weak: Sequence[bool]):
+    def __init__(
+        self,
+        piece: Piece,
+        out_tree: Any,
+        wanted: Wanted,
+        weak: Sequence[bool],
+        turn: Turn,
+        staying: Sequence[int],
+        constants: int,
+        tried: int,
+    ):
+        """Of a piece.
+
+        Args:
+          piece: what runs the program.
+          out_tree: the tree of the function's results.
+          wanted: where results are to lie.
+          weak: whether each is weakly typed: what was in numpy's hands no longer is.
+          turn: of the function.
+          staying: positions of the arguments that the caller keeps on the device.
+          constants: bytes there of closed-over arrays.
+          tried: bytes that were there when tasks were tried out.
+        """
         self.piece = piece
         self.plan = piece.plan
         self._out_tree = out_tree
         self._wanted = wanted
-        # Whether each result is weakly typed: what was in numpy's hands no longer is.
         self._weak = tuple(weak)
-        # One run at a time: the budget is for all of them.
-        self._lock = threading.Lock()
-
-    @property
-    def last_run(self) -> RunReport | None:
-        """What the last finished run did."""
-        report = self.piece.last_run
-        if report is None or not self._wanted.back:
-            return report
-        moved = report.h2d_bytes + self._wanted.back_bytes
-        return dataclasses.replace(report, h2d_bytes=moved)
+        self._turn = turn
+        self._staying = tuple(staying)
+        self._constants = constants
+        # Counted with the first run, whose call it was that had tasks tried out.
+        self._tried = tried
+        self.last_run: RunReport | None = None
 
     def run(self, leaves: Sequence[Any]) -> Any:
         """Runs once."""
         try:
-            with self._lock:
+            with self._turn.lock:
+                self._turn.alone(self)
                 results = self.piece.run(leaves)
                 results = list(map(compat.weakly_typed, results, self._weak))
-                results = self._wanted.finish(results)
+                results = memory.finished(results, self._wanted)
+                self.last_run = self._report(leaves, results)
         except BaseException as error:
             let_go(error)
             raise
         return jax.tree.unflatten(self._out_tree, results)
+
+    def leave(self) -> None:
+        """Lets go of what stays on the device between runs."""
+        self.piece.leave()
+
+    def _report(self, leaves: Sequence[Any], results: Sequence[Any]) -> RunReport | None:
+        report, wanted, tried = self.piece.last_run, self._wanted, self._tried
+        self._tried = 0
+        if report is None or (wanted.is_nothing and not wanted.back and not tried):
+            return report
+        at_rest = device_bytes([*(leaves[i] for i in self._staying), *results])
+        return dataclasses.replace(
+            report,
+            h2d_bytes=report.h2d_bytes + wanted.back_bytes,
+            peak_bytes=max(report.peak_bytes, at_rest + self._constants, tried),
+        )
 
 
 class LoopRunner:
@@ -97,19 +146,29 @@ class LoopRunner:
         self._loop = loop
         self._condition = make_piece(loop.condition, link)
         self._body = make_piece(loop.body, link)
+        # Closed-over bytes that the one has on the device while the other runs.
+        both = sum(loop.constants.values())
+        self._beside_condition = both - sum(loop.condition.constants.values())
+        self._beside_body = both - sum(loop.body.constants.values())
+
+    def leave(self) -> None:
+        self._condition.leave()
+        self._body.leave()
 
     def run(self, leaves: Sequence[Any], keep: frozenset[int] = frozenset()) -> list[Any]:
         loop = self._loop
         constants = list(leaves[: loop.of_condition + loop.of_body])
         carried = list(leaves[len(constants) :])
         kept = {i for i in range(len(carried)) if i + len(constants) in keep}
-        for i, (array, on_host) in enumerate(zip(carried, loop.on_host, strict=True)):
-            carried[i], ours = self._entering(array, on_host, i in kept, loop.used_up[i])
-            if ours:
-                kept.discard(i)
+        # What the loop has copied is still there, where it is not ours.
+        theirs = [carried[i] for i in kept]
+        peak = self._enter(constants, carried, kept)
+        staying = device_bytes([a for a in theirs if all(a is not c for c in carried)])
         asked = [*constants[: loop.of_condition], *carried]
         (goes_on,) = self._condition.run(asked)
-        total = together([self._condition.last_run])
+        beside = staying + self._beside_condition
+        beside += device_bytes(constants[loop.of_condition :])
+        total = _with_peak(together([self._condition.last_run]), peak, beside)
         del asked
         body, resident = self._body, 0
         try:
@@ -121,7 +180,10 @@ class LoopRunner:
                 carried.clear()
                 stay = frozenset(i + len(constants) for i in kept)
                 goes_on, *carried = body.run(arguments, stay)
-                total = together([total, body.last_run])
+                ran = together([body.last_run])
+                total = together(
+                    [total, _with_peak(ran, 0, staying + self._beside_body)]
+                )
                 # What came back as it was is still the caller's.
                 kept = {i for i in kept if carried[i] is arguments[i + len(constants)]}
                 del arguments
@@ -132,20 +194,34 @@ class LoopRunner:
         self.last_run = dataclasses.replace(total, h2d_bytes=moved)
         return carried
 
+    def _enter(self, constants: list[Any], carried: list[Any], kept: set[int]) -> int:
+        """Puts carried arrays in their places, and takes those out of `kept` that the loop
+        may then use up; the most bytes that are on the device meanwhile."""
+        there = peak = device_bytes([*constants, *carried])
+        for i, on_host in enumerate(self._loop.on_host):
+            array, nbytes = carried[i], device_bytes([carried[i]])
+            carried[i], ours = self._entering(
+                array, on_host, i in kept, self._loop.used_up[i]
+            )
+            if ours:
+                if carried[i] is not array:
+                    there += device_bytes([carried[i]]) - (0 if i in kept else nbytes)
+                kept.discard(i)
+            peak = max(peak, there)
+        return peak
+
     def _entering(
         self, array: Any, on_host: bool, kept: bool, used_up: bool
     ) -> tuple[Any, bool]:
         """A carried array in its place, and whether the loop may use it up."""
         if placement.is_on_host(array) != on_host:
-            moved = compat.copy_to(
-                array, placement.sharding(placement.device_of(array), on_host)
-            )
+            moved = memory.moved(array, on_host)
             if not kept:
                 jax.block_until_ready(moved)
                 array.delete()
             return moved, True
         if kept and used_up and not on_host:
-            return placement.copy(array), True
+            return memory.copy(array), True
         return array, not kept
 
 
@@ -156,13 +232,20 @@ class ChoiceRunner:
         self.plan = choice.plan
         self.last_run: RunReport | None = None
         self._branches = [make_piece(branch, link) for branch in choice.branches]
+        total = sum(choice.constants.values())
+        self._beside = [total - sum(b.constants.values()) for b in choice.branches]
+
+    def leave(self) -> None:
+        for branch in self._branches:
+            branch.leave()
 
     def run(self, leaves: Sequence[Any], keep: frozenset[int] = frozenset()) -> list[Any]:
         index, *operands = leaves
         chosen = min(max(int(np.asarray(index)), 0), len(self._branches) - 1)
         branch = self._branches[chosen]
         results = branch.run(operands, frozenset(i - 1 for i in keep))
-        self.last_run = branch.last_run
+        beside = self._beside[chosen] + device_bytes([index])
+        self.last_run = _with_peak(together([branch.last_run]), 0, beside)
         return results
 
 
@@ -174,26 +257,30 @@ class RowsRunner:
         self.last_run: RunReport | None = None
         self._rows = rows
 
+    def leave(self) -> None:
+        pass
+
     def run(self, leaves: Sequence[Any], keep: frozenset[int] = frozenset()) -> list[Any]:
         table, *others = leaves
         began = time.perf_counter()
         moved = sum(a.nbytes for a in others if not placement.is_on_host(a))
+        there = device_bytes(leaves)
         arrays = [np.asarray(a) for a in others]
         host = placement.sharding(placement.device_of(table), on_host=True)
         if self._rows.writes:
-            taken, memory = hoststacks.taken_over(table, copied=0 in keep)
-            tables.add_rows(self._rows.eqn, memory, *arrays)
-            result = jax.device_put(memory, host) if taken is None else taken
+            taken, contents = hoststacks.taken_over(table, copied=0 in keep)
+            tables.add_rows(self._rows.eqn, contents, *arrays)
+            result = memory.from_numpy(contents, host) if taken is None else taken
         else:
-            read = tables.read_rows(self._rows.eqn, hoststacks.view(table), *arrays)
-            result = jax.device_put(np.ascontiguousarray(read), host)
+            read = tables.read_rows(self._rows.eqn, memory.view(table), *arrays)
+            result = memory.from_numpy(np.ascontiguousarray(read), host)
             if 0 not in keep:
                 table.delete()
         for i, array in enumerate(others, start=1):
             if i not in keep:
                 array.delete()
         seconds = time.perf_counter() - began
-        self.last_run = RunReport("driven", seconds, 0.0, 0, moved, 0)
+        self.last_run = RunReport("driven", seconds, 0.0, 0, moved, there)
         return [jax.block_until_ready(result)]
 
 
@@ -205,79 +292,104 @@ class ChainRunner:
         self.last_run: RunReport | None = None
         self._chain = chain
         self._device = chain.arguments.device
-        self._constants = [
-            (v, placement.placed_for_good(array, self._device))
-            for v, array in chain.constants
-        ]
+        self._constants: dict[int, Any] = {}
         self._stages = [(s, make_piece(s.program, link)) for s in chain.stages]
+
+    def leave(self) -> None:
+        self._constants.clear()
+        for _, piece in self._stages:
+            piece.leave()
 
     def run(self, leaves: Sequence[Any], keep: frozenset[int] = frozenset()) -> list[Any]:
         chain = self._chain
-        values: dict[int, Any] = {}
-        # The caller's arrays: nothing may use them up.
-        theirs: set[int] = set()
-        # Arrays that may share memory with the caller's numpy: no result may be one.
-        shared: set[int] = set()
-        for i, (v, leaf) in enumerate(zip(chain.flat.inputs, leaves, strict=True)):
-            whose = chain.arguments.whose[i]
-            values[v] = placement.in_its_place(leaf, whose, self._device)
+        if not self._constants:
+            self._constants.update(
+                (v, memory.placed_for_good(array, self._device))
+                for v, array in chain.read_over
+            )
+        values = _Values(self._constants)
+        placed = memory.in_their_places(leaves, chain.arguments.whose, self._device)
+        for i, (v, whose) in enumerate(
+            zip(chain.flat.inputs, chain.arguments.whose, strict=True)
+        ):
+            values.arrays[v] = placed[i]
             if i in keep or not (whose.donated or whose.ours):
-                theirs.add(id(values[v]))
+                values.theirs.add(v)
             elif whose.ours:
-                shared.add(id(values[v]))
-        for v, array in self._constants:
-            values[v] = array
-            theirs.add(id(array))
-        reports = []
-        for stage, piece in self._stages:
-            self._run_stage(stage, piece, values, theirs)
-            report = piece.last_run
-            assert report is not None
-            peak = report.peak_bytes + stage.waiting
-            reports.append(dataclasses.replace(report, peak_bytes=peak))
+                values.may_share.add(v)
+        del placed
+        reports = [self._run_stage(stage, piece, values) for stage, piece in self._stages]
         self.last_run = together(reports)
         return [
-            self._result(at, output, values, theirs | shared)
-            for at, output in enumerate(chain.flat.outputs)
+            self._result(at, output, values) for at, output in enumerate(chain.flat.outputs)
         ]
 
-    def _run_stage(
-        self, stage: Stage, piece: Piece, values: dict[int, Any], theirs: set[int]
-    ) -> None:
-        arguments = [values[v] for v in stage.reads]
+    def _run_stage(self, stage: Stage, piece: Piece, values: "_Values") -> RunReport:
+        beside = stage.constants + values.bytes_beside(stage.reads)
         over = frozenset(stage.over)
         keep = frozenset(
             i
             for i, v in enumerate(stage.reads)
-            if v not in over or stage.reads.count(v) > 1 or id(values[v]) in theirs
+            if v not in over or stage.reads.count(v) > 1 or v in values.theirs
         )
+        arguments = [values.arrays[v] for v in stage.reads]
         results = piece.run(arguments, keep)
-        for v in over:
-            values.pop(v, None)
-        there = {id(array) for array in values.values()}
+        report = piece.last_run
+        assert report is not None
+        # A loop that never ran gives back what it was given.
+        given = {id(a): v for a, v in zip(arguments, stage.reads, strict=True)}
+        del arguments
+        for v in over - values.theirs:
+            values.arrays.pop(v, None)
         for v, array in zip(stage.writes, results, strict=True):
-            if v in stage.unread:
-                continue
-            # A loop that never ran gives back what it was given.
-            values[v] = placement.copy(array) if id(array) in there else array
-            there.add(id(values[v]))
+            before = given.get(id(array))
+            if before is not None:
+                if before in values.arrays:
+                    array = memory.copy(array)
+                elif before in values.may_share:
+                    values.may_share.add(v)
+                given.pop(id(array), None)
+            if v not in stage.unread:
+                values.arrays[v] = array
+        return _with_peak(report, stage.constants + values.bytes_beside(()), beside)
 
-    def _result(
-        self, at: int, output: int | Parts, values: dict[int, Any], theirs: set[int]
-    ) -> Any:
+    def _result(self, at: int, output: int | Parts, values: "_Values") -> Any:
         host = placement.sharding(self._device, on_host=True)
         if isinstance(output, Parts):
-            parts = [hoststacks.view(values.pop(v)) for v in output.values]
-            return jax.device_put(np.concatenate(parts), host)
-        array = values[output]
+            parts = [memory.view(values.arrays.pop(v)) for v in output.values]
+            return memory.from_numpy(np.concatenate(parts), host)
+        array = values.arrays[output]
         if output in self._chain.flat.inputs:
             return array
-        if id(array) in theirs:
-            array = placement.copy(array)
+        if output in values.may_share:
+            array = memory.copy(array)
         if at in self._chain.to_host and not placement.is_on_host(array):
-            array = compat.copy_to(array, host)
+            array = memory.moved(array, on_host=True)
         committed = placement.is_on_host(array) or self._chain.arguments.committed
         return compat.settled(array, committed)
+
+
+class _Values:
+    """What a chain holds between two stages.
+
+    Invariant: no two values share an array that somebody may use up.
+    """
+
+    def __init__(self, constants: dict[int, Any]):
+        self._constants = constants
+        self.arrays: dict[int, Any] = dict(constants)
+        # Values whose arrays are the caller's: nothing may use them up.
+        self.theirs = set(constants)
+        # Those that may share memory with the caller's numpy: no result may be one.
+        self.may_share: set[int] = set()
+
+    def bytes_beside(self, read: Sequence[int]) -> int:
+        """Device bytes of all but some values, and but closed-over arrays."""
+        left_out = {*read, *self._constants}
+        mine = {id(self.arrays[v]) for v in left_out if v in self.arrays}
+        return device_bytes(
+            a for v, a in self.arrays.items() if v not in left_out and id(a) not in mine
+        )
 
 
 def together(reports: Sequence[RunReport | None]) -> RunReport:
@@ -292,3 +404,9 @@ def together(reports: Sequence[RunReport | None]) -> RunReport:
         peak_bytes=max((r.peak_bytes for r in done), default=0),
         compute_seconds=sum(r.compute_seconds for r in done),
     )
+
+
+def _with_peak(report: RunReport, peak_bytes: int, beside: int) -> RunReport:
+    """The report where others took some bytes, and there once were so many at least."""
+    peak = max(report.peak_bytes + beside, peak_bytes)
+    return dataclasses.replace(report, peak_bytes=peak)

@@ -1,14 +1,13 @@
 """Where arrays lie: of arguments, of what a device has free, of what a host can hold."""
 
 import enum
+import itertools
 import os
-import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jturnip import compat
@@ -16,12 +15,12 @@ from jturnip.compat import Device
 from jturnip.errors import UnsupportedError
 
 
-Tree = TypeVar("Tree")
-
 # Arguments that are not JAX arrays and smaller than this start on the device.
 SMALL = 64 * 1024
 # Device bytes that are ours and in no plan: the slots' numbers and the marks' results.
 BOOKKEEPING = 4096
+# Of these, what the marks of a run take while none is in flight.
+MARKS = 1024
 
 
 class Whose(enum.Enum):
@@ -53,80 +52,15 @@ class Whose(enum.Enum):
         return self in (Whose.DONATED_DEVICE, Whose.DONATED_HOST)
 
 
-def host(tree: Tree) -> Tree:
-    """Copies every array of a tree to pinned host memory.
-
-    Args:
-      tree: arrays of any kind: JAX arrays in any memory, numpy arrays, Python numbers.
-
-    Returns:
-      The same tree of JAX arrays with memory kind `pinned_host`, on the device (or the
-      default device) each array was on. Nothing is shared with what was given.
-
-    Raises:
-      UnsupportedError: for an array spread over several devices.
-    """
-
-    def copy(leaf: Any) -> jax.Array:
-        device = device_of(leaf) or compat.default_device()
-        pinned = sharding(device, on_host=True)
-        if whose(leaf, False) is Whose.CALLER_DEVICE:
-            return jax.device_put(leaf, pinned)
-        is_number = isinstance(leaf, bool | int | float | complex)
-        if is_number or (isinstance(leaf, jax.Array) and _is_more_than_numpy(leaf)):
-            # They are small, so they may pass through the device.
-            there = jax.device_put(leaf, sharding(device, on_host=False))
-            return jax.device_put(there, pinned)
-        # A copy of ours first: the CPU backend takes numpy's memory as it is.
-        return jax.device_put(np.array(leaf, copy=True), pinned)
-
-    return jax.block_until_ready(jax.tree.map(copy, tree))
-
-
-def _is_more_than_numpy(array: jax.Array) -> bool:
-    """Whether it is a key or weakly typed, which numpy's arrays never are."""
-    is_key = jnp.issubdtype(array.dtype, jax.dtypes.extended)
-    return is_key or bool(getattr(array, "weak_type", False))
-
-
-# id of a closed-over array → its copy in its place, as long as a program has that.
-_PLACED: "weakref.WeakValueDictionary[Any, jax.Array]" = weakref.WeakValueDictionary()
-
-
-def placed_for_good(array: Any, device: Device) -> jax.Array:
-    """A closed-over array in its place: on the device if it is small, else on the host.
-
-    Numpy's memory is not made for transfers, so it is copied once, for all programs that
-    close over it, and not in each run. The programs must hold `array`.
-    """
-    key = id(array), device
-    found = _PLACED.get(key)
-    if found is None:
-        found = _PLACED[key] = in_its_place(array, whose(array, False), device)
-    return found
-
-
 def sharding(device: Device, on_host: bool) -> jax.sharding.Sharding:
     """One of the two memories of a device."""
     kind = "pinned_host" if on_host else "device"
     return jax.sharding.SingleDeviceSharding(device, memory_kind=kind)
 
 
-def copy(array: jax.Array) -> jax.Array:
-    """Another array of the same contents in the same place."""
-    return host(array) if is_on_host(array) else jnp.copy(array)
-
-
 def is_on_host(array: jax.Array) -> bool:
     """Whether an array is in host memory."""
     return array.sharding.memory_kind not in (None, "device")
-
-
-def in_its_place(leaf: Any, holder: Whose, device: Device) -> jax.Array:
-    """An argument as a call finds it: one that is ours is put where the plan has it."""
-    if isinstance(leaf, jax.Array) and not holder.ours:
-        return leaf
-    return jax.device_put(leaf, sharding(device, holder.on_host))
 
 
 def reused_arguments(
@@ -216,6 +150,32 @@ def gpu_bytes_for(arena: int, device: Device) -> int:
     return asked
 
 
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What is left of `gpu_bytes` for a part of a function, in bytes."""
+
+    gpu_bytes: int
+    # What others hold on the device meanwhile.
+    taken: int = 0
+
+    @property
+    def room(self) -> int:
+        """What the part may use. Below zero where the others alone are too much."""
+        return self.gpu_bytes - self.taken
+
+    def beside(self, nbytes: int) -> "Budget":
+        """The same where others hold `nbytes` more."""
+        return Budget(self.gpu_bytes, self.taken + nbytes)
+
+    def arena(self, device: Device) -> int:
+        """The part of the room that plans may use."""
+        return arena_bytes(self.room, device)
+
+    def needed(self, arena: int, device: Device) -> int:
+        """The `gpu_bytes` with which the arena would have so many bytes."""
+        return gpu_bytes_for(arena, device) + self.taken
+
+
 def host_memory_available() -> int:
     """Bytes of RAM that programs can still take."""
     try:
@@ -272,28 +232,48 @@ class Wanted:
             if s is not None and (s.memory_kind not in (None, "device")) == on_host
         )
 
-    def finish(self, results: list[Any]) -> list[Any]:
-        """Results where they are wanted; nothing moves that is there already."""
-        for i in self.back:
-            there = sharding(device_of(results[i]), on_host=False)
-            moved = jax.block_until_ready(compat.copy_to(results[i], there))
-            results[i] = compat.settled(moved, self.committed)
-        for i, result in enumerate(results):
-            wanted = self.shardings[i] if self.shardings else None
-            if wanted is None and self.mesh is not None:
-                kind = result.sharding.memory_kind
-                wanted = jax.sharding.NamedSharding(
-                    self.mesh, jax.sharding.PartitionSpec(), memory_kind=kind
-                )
-            # Also where it is there already, since what is asked for is committed.
-            if wanted is not None:
-                results[i] = placed(result, wanted)
-        return results
-
     @property
     def is_nothing(self) -> bool:
         """Whether every result may be as it comes."""
         return self.mesh is None and not any(self.shardings)
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """How results belong together, by position."""
+
+    # Of each, all lie in one memory: the elements of a tuple that is returned, or all.
+    groups: tuple[frozenset[int], ...] = ()
+    # (result, argument) where the one looks like the other: as for a training state, the
+    # next call may be given the one for the other.
+    again: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def of(cls, out_info: Any, args_info: Any, placed: Collection[int]) -> "Returned":
+        """Of a function's trees of types; results at `placed` are where the user says."""
+        args, kwargs = args_info
+        elements = out_info if type(out_info) is tuple else (out_info,)
+        free = [(i, _looks(tree)) for i, tree in _with_positions([*args, *kwargs.values()])]
+        groups, again = [], []
+        for at, tree in _with_positions(elements):
+            count = len(jax.tree.leaves(tree))
+            groups.append(frozenset(range(at, at + count)).difference(placed))
+            same = next((k for k, (_, looks) in enumerate(free) if looks == _looks(tree)), None)
+            if same is not None:
+                first, _ = free.pop(same)
+                again += [(at + k, first + k) for k in range(count)]
+        return cls(tuple(groups), tuple(again))
+
+
+def _with_positions(trees: Sequence[Any]) -> list[tuple[int, Any]]:
+    """Trees with the position of the first leaf of each."""
+    counts = [len(jax.tree.leaves(tree)) for tree in trees]
+    return list(zip(itertools.accumulate([0, *counts]), trees, strict=False))
+
+
+def _looks(tree: Any) -> Any:
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, [(tuple(leaf.shape), leaf.dtype) for leaf in leaves]
 
 
 def broadcast_shardings(prefix: Any, tree: Any, what: str) -> list[Any]:
@@ -323,18 +303,6 @@ def broadcast_shardings(prefix: Any, tree: Any, what: str) -> list[Any]:
                 " runs on one device."
             )
     return found
-
-
-def placed(leaf: Any, where: Any) -> Any:
-    """An argument or a result where the user says that it is, committed to it."""
-    if where is None:
-        return leaf
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        weak = getattr(leaf, "weak_type", False)
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=weak, sharding=where)
-    if isinstance(leaf, jax.Array) and leaf.sharding == where and leaf.committed:
-        return leaf
-    return jax.device_put(leaf, where)
 
 
 def structs_of(shardings: Any) -> list[jax.ShapeDtypeStruct]:

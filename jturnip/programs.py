@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from jturnip import lowering
+from jturnip.compiler.executables import Trials
 from jturnip.compiler.report import CompileReport
 from jturnip.errors import DoesNotFit
 from jturnip.frontend import tables
@@ -24,15 +25,19 @@ from jturnip.graph.memgraph import MemGraph
 from jturnip.graph.plan import Plan
 from jturnip.graph.taskgraph import TaskGraph
 from jturnip.lowering import Split
-from jturnip.placement import Arguments, Whose
+from jturnip.placement import Arguments, Budget, Returned, Whose
 from jturnip.runtime.link import SimulatedLink
 from jturnip.runtime.schedule import Schedule
+from jturnip.units import format_bytes, padded
 
 
 # What a loop carries is on the device if together it takes no more than this share of the
 # budget; what only waits for a loop to end, if it is no larger than this.
 _CARRIED = 4
 _WAITING = 16
+# Of what is jturnip's own in a budget (`placement.BOOKKEEPING`), the bytes that may be
+# numbers which bodies of loops and branches close over.
+_INNER = 2048
 # How often the budget that a refusal asks for is tried, to find what comes after it.
 _TRIES = 12
 
@@ -43,16 +48,20 @@ class How:
 
     strategy: str
     link: SimulatedLink | None
-    # Whether tasks are run on zeros first, to know their times.
-    measured: bool
+    # Where tasks are run on zeros first, to know their times: what that may take.
+    trials: Trials | None
     # Whether every equation is a task of its own.
     finest: bool = False
     # Whether it is for the body of a loop, run many times with the same constants.
     repeated: bool = False
     # Which attempts are made (`lowering.streaming`): those inside a loop are its own.
     attempts: tuple[int, ...] = tuple(range(lowering.ATTEMPTS))
-    # What was made before, of the same in the same room.
+    # What was made before, of the same in the same room; and all that was compiled.
     known: dict[Any, Any] = field(default_factory=dict, compare=False, hash=False)
+    executables: list[Any] = field(default_factory=list, compare=False, hash=False)
+
+    # How the function's results belong together; of what is inside it, nothing is known.
+    returned: Returned = Returned()
 
     @property
     def tight(self) -> bool:
@@ -60,9 +69,18 @@ class How:
         return self.attempts == (lowering.ATTEMPTS - 1,)
 
 
+# Closed-over arrays that are on the device while a function runs, and between its runs:
+# id → bytes. Who has the record has the arrays.
+Constants: TypeAlias = Mapping[int, int]
+
+
 @dataclass(frozen=True, slots=True)
 class Straight:
-    """Tasks under one plan."""
+    """Tasks under one plan.
+
+    Every kind of program has these: `plan`; `report`, of what was compiled; `ends_on_host`,
+    whether each result is in host memory at the end; and `constants`.
+    """
 
     split: Split
     plan: Plan
@@ -70,7 +88,6 @@ class Straight:
 
     @property
     def ends_on_host(self) -> tuple[bool, ...]:
-        """Whether each result is in host memory at the end."""
         split, memgraph = self.split, self.plan.memgraph
         ends = dict(zip(split.graph.outputs, memgraph.outputs_at_end, strict=True))
         held = dict(zip(split.flat.inputs, split.arguments.whose, strict=True))
@@ -89,6 +106,19 @@ class Straight:
         """Bytes that are put on the device before many runs."""
         buffers = self.split.graph.buffers
         return sum(buffers[b].nbytes for b in self.split.resident)
+
+    @property
+    def to_host(self) -> frozenset[int]:
+        return self.split.to_host
+
+    @property
+    def given(self) -> Arguments:
+        return self.split.arguments
+
+
+    @property
+    def constants(self) -> Constants:
+        return lowering.constants_on_device(self.split.flat)
 
     @property
     def report(self) -> CompileReport:
@@ -118,6 +148,11 @@ class Loop:
         return self.on_host
 
     @property
+    def constants(self) -> Constants:
+        return _all_constants((self.condition, self.body))
+
+
+    @property
     def report(self) -> CompileReport:
         return self.condition.report.beside(self.body.report)
 
@@ -131,6 +166,11 @@ class Choice:
     ends_on_host: tuple[bool, ...]
 
     @property
+    def constants(self) -> Constants:
+        return _all_constants(self.branches)
+
+
+    @property
     def report(self) -> CompileReport:
         return functools.reduce(CompileReport.beside, (b.report for b in self.branches))
 
@@ -142,6 +182,7 @@ class Rows:
     plan: Plan
     eqn: Any
     ends_on_host: tuple[bool, ...] = (True,)
+    constants: Constants = field(default_factory=dict)
 
     @property
     def writes(self) -> bool:
@@ -163,8 +204,9 @@ class Stage:
     # Values that nothing needs any more after it, and those it writes for nobody.
     over: tuple[int, ...]
     unread: frozenset[int]
-    # Device bytes that others take while it runs.
+    # Device bytes that others take while it runs, and those of them that are closed over.
     waiting: int
+    constants: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,11 +217,21 @@ class Chain:
     flat: FlatJaxpr
     arguments: Arguments
     # Closed-over arrays that loops and branches read.
-    constants: tuple[tuple[int, Any], ...]
+    read_over: tuple[tuple[int, Any], ...]
     stages: tuple[Stage, ...]
     # Results that must end in host memory, by position.
     to_host: frozenset[int]
     ends_on_host: tuple[bool, ...]
+
+    @property
+    def given(self) -> Arguments:
+        return self.arguments
+
+    @property
+    def constants(self) -> Constants:
+        own = lowering.constants_on_device(self.flat)
+        return {**own, **_all_constants([s.program for s in self.stages])}
+
 
     @property
     def report(self) -> CompileReport:
@@ -190,11 +242,15 @@ class Chain:
 Program: TypeAlias = Straight | Loop | Choice | Rows | Chain
 
 
+def _all_constants(programs: Iterable[Program]) -> dict[int, int]:
+    return {key: nbytes for p in programs for key, nbytes in p.constants.items()}
+
+
 def make_program(
     closed: Any,
     forwarded: Collection[int] | Mapping[int, int],
     arguments: Arguments,
-    gpu_bytes: int,
+    budget: Budget,
     how: How,
     to_host: frozenset[int] = frozenset(),
     condition: Condition | None = None,
@@ -205,7 +261,7 @@ def make_program(
       closed: the function's jaxpr.
       forwarded: arguments that may be returned as they are, as for `flatten`.
       arguments: how the arguments are held.
-      gpu_bytes: the budget, in bytes.
+      budget: what there is, and what others take of it.
       how: the user's choices.
       to_host: positions of results that must end in host memory.
       condition: for the body of a loop; its constants come first among the arguments, and
@@ -216,13 +272,13 @@ def make_program(
       HostMemoryError: where the host cannot hold what must leave the device.
       UnsupportedError: for what cannot be taken apart.
     """
-    key = (id(closed), arguments, gpu_bytes, how, to_host, id(condition))
+    key = (id(closed), arguments, budget, how, to_host, id(condition))
     if key not in how.known:
         # Kept with what it was made of, so that the ids stay theirs.
         how.known[key] = (
             closed,
             condition,
-            _made(closed, forwarded, arguments, gpu_bytes, how, to_host, condition),
+            _made(closed, forwarded, arguments, budget, how, to_host, condition),
         )
     made = how.known[key][-1]
     if isinstance(made, DoesNotFit):
@@ -234,7 +290,7 @@ def _made(
     closed: Any,
     forwarded: Collection[int] | Mapping[int, int],
     arguments: Arguments,
-    gpu_bytes: int,
+    budget: Budget,
     how: How,
     to_host: frozenset[int],
     condition: Condition | None,
@@ -242,13 +298,14 @@ def _made(
     avals = argument_avals(closed, condition)
     refusal: DoesNotFit | None = None
     for attempt in how.attempts:
-        streaming = lowering.streaming(avals, arguments, gpu_bytes, attempt)
+        streaming = lowering.streaming(avals, arguments, budget, attempt)
         flat = flatten(closed, forwarded, streaming, condition)
         try:
-            if any(e.driven for e in flat.equations):
-                inner = dataclasses.replace(how, repeated=False, attempts=(attempt,))
-                return _chain(flat, arguments, gpu_bytes, inner, to_host)
-            return _straight(flat, arguments, gpu_bytes, how, to_host)
+            made = _of_flat(flat, arguments, budget, how, attempt, to_host)
+            if _may_be_called_again(made, closed, budget, how):
+                return made
+            everything = to_host.union(*how.returned.groups)
+            return _of_flat(flat, arguments, budget, how, attempt, everything)
         except DoesNotFit as error:
             if refusal is None or error.needed_bytes < refusal.needed_bytes:
                 refusal = error
@@ -256,6 +313,42 @@ def _made(
                 break
     assert refusal is not None
     return refusal.with_traceback(None)
+
+
+def _of_flat(
+    flat: FlatJaxpr,
+    arguments: Arguments,
+    budget: Budget,
+    how: How,
+    attempt: int,
+    to_host: frozenset[int],
+) -> "Straight | Chain":
+    if any(e.driven for e in flat.equations):
+        inner = dataclasses.replace(how, repeated=False, attempts=(attempt,))
+        return _chain(flat, arguments, budget, inner, to_host)
+    return _straight(flat, arguments, budget, how, to_host)
+
+
+def _may_be_called_again(
+    made: "Straight | Chain", closed: Any, budget: Budget, how: How
+) -> bool:
+    """Whether there is room for a call with results that are left on the device.
+
+    For a plan of tasks that read their arguments whole, `lowering.leaving` knows.
+    """
+    returned = how.returned
+    if isinstance(made, Straight) and not made.split.flat.slices:
+        return True
+    again = lowering.called_again(made.given, made.to_host, returned)
+    if again == made.given:
+        return True
+    forwarded = [i for i, w in enumerate(again.whose) if w.donated]
+    alone = dataclasses.replace(how, returned=Returned(), trials=None)
+    try:
+        make_program(closed, forwarded, again, budget, alone, made.to_host)
+    except DoesNotFit:
+        return False
+    return True
 
 
 def smallest_refusal(make: Callable[[int], Program], refusal: DoesNotFit) -> DoesNotFit:
@@ -283,24 +376,35 @@ def remeasured(program: Program, gpu_bytes: int, how: How) -> Program | None:
     """The same with measured times, where that changes nothing else; else None."""
     if not isinstance(program, Straight):
         return None
-    return _planned(lowering.measure(program.split, gpu_bytes), gpu_bytes, how)
+    assert how.trials is not None
+    budget = Budget(gpu_bytes)
+    return _planned(lowering.measure(program.split, how.trials), budget, how)
 
 
 def _straight(
     flat: FlatJaxpr,
     arguments: Arguments,
-    gpu_bytes: int,
+    budget: Budget,
     how: How,
     to_host: Collection[int],
 ) -> Straight:
-    split = lowering.split(flat, arguments, gpu_bytes, to_host, how.finest, how.repeated)
-    if how.measured:
-        split = lowering.measure(split, gpu_bytes)
-    return _planned(split, gpu_bytes, how)
+    split = lowering.split(
+        flat,
+        arguments,
+        budget,
+        to_host,
+        how.finest,
+        how.repeated,
+        how.returned,
+        how.executables,
+    )
+    if how.trials is not None:
+        split = lowering.measure(split, how.trials)
+    return _planned(split, budget, how)
 
 
-def _planned(split: Split, gpu_bytes: int, how: How) -> Straight:
-    plan, schedule = lowering.make_plan(split, gpu_bytes, how.strategy, how.link)
+def _planned(split: Split, budget: Budget, how: How) -> Straight:
+    plan, schedule = lowering.make_plan(split, budget.room, how.strategy, how.link)
     return Straight(split, plan, schedule)
 
 
@@ -330,16 +434,60 @@ class _Held:
 def _chain(
     flat: FlatJaxpr,
     arguments: Arguments,
-    gpu_bytes: int,
+    budget: Budget,
     how: How,
     to_host: frozenset[int],
 ) -> Chain:
+    """Programs one after the other, for which there is room beside all closed-over arrays
+    that any of them has on the device, and whose results leave room for the next call."""
     arguments = lowering.kept(arguments, flat)
-    to_host |= frozenset(lowering.reuses(flat, arguments))
+    to_host |= lowering.at_home(flat, arguments)
+    returned, how = how.returned, dataclasses.replace(how, returned=Returned())
+    device, reserve = arguments.device, 0
+    _refuse_what_is_there(flat, arguments, budget)
+    while True:
+        chain = _chain_beside(flat, arguments, budget, how, to_host, reserve)
+        lacking = chain.plan.peak_bytes - max(0, budget.arena(device)) - _INNER
+        if lacking > 0:
+            reserve += lacking
+            continue
+        arena = budget.arena(device)
+        away = lowering.leaving(flat, arguments, to_host, returned, arena)
+        if away <= to_host:
+            return chain
+        to_host |= away
+
+
+def _refuse_what_is_there(flat: FlatJaxpr, arguments: Arguments, budget: Budget) -> None:
+    """Refuses a budget that device arguments and closed-over arrays alone exceed."""
+    device = arguments.device
+    there = lowering.bytes_at_start(flat, arguments)
+    if there > budget.arena(device):
+        needed = budget.needed(there, device)
+        raise DoesNotFit(
+            f"arguments and closed-over arrays on the device take {format_bytes(there)};"
+            f" gpu_bytes is {budget.gpu_bytes} ({format_bytes(budget.gpu_bytes)})."
+            " Hold them in host memory with jturnip.host(tree), or raise gpu_bytes to at"
+            f" least {needed} ({format_bytes(needed)}).",
+            needed_bytes=needed,
+            gpu_bytes=budget.gpu_bytes,
+        )
+
+
+def _chain_beside(
+    flat: FlatJaxpr,
+    arguments: Arguments,
+    budget: Budget,
+    how: How,
+    to_host: frozenset[int],
+    reserve: int,
+) -> Chain:
+    """A chain in a budget of which `reserve` bytes are for what bodies close over."""
     pieces = list(_pieces(flat))
     last_use = _last_uses(flat, pieces)
-    constants = _read_by_driven(flat, pieces)
-    held = _held_at_start(flat, arguments, constants)
+    read_over = _read_by_driven(flat, pieces)
+    always = lowering.constants_on_device(flat)
+    held = _held_at_start(flat, arguments, read_over)
     stages: list[Stage] = []
     for k, piece in enumerate(pieces):
         there = {v: held[v] for v in piece.reads}
@@ -347,37 +495,53 @@ def _chain(
             v: h if last_use[v] == k and piece.reads.count(v) == 1 else h.kept()
             for v, h in there.items()
         }
-        waiting = sum(
-            h.nbytes
+        waiting = _on_device(
+            h
             for v, h in held.items()
-            if not h.on_host and v not in mine and (not h.ours or last_use.get(v, -1) >= k)
+            if v not in mine
+            and v not in read_over
+            and (not h.ours or last_use.get(v, -1) >= k)
         )
-        room = gpu_bytes - waiting
+        others = sum(always.values()) - sum(
+            always.get(id(a), 0) for a in _closed_over(flat, piece)
+        )
+        left = budget.beside(waiting + others + reserve)
         ahead = pieces[k + 1] if k + 1 < len(pieces) else None
-        away = _away(flat, piece, ahead, 0 if how.tight else gpu_bytes, to_host)
-        try:
-            if isinstance(piece.work, Equation):
-                made = _driven(piece.work, mine, arguments, room, how)
-            else:
-                own = _arguments(arguments, mine.values())
-                made = _straight(piece.work, own, room, how, away)
-        except DoesNotFit as error:
-            raise error.beside(waiting) from None
+        away = _away(flat, piece, ahead, 0 if how.tight else budget.room, to_host)
+        if isinstance(piece.work, Equation):
+            made = _driven(piece.work, mine, arguments, left, how)
+        else:
+            own = _arguments(arguments, mine.values())
+            made = _straight(piece.work, own, left, how, away)
         for v, on_host in zip(piece.writes, made.ends_on_host, strict=True):
             nbytes = flat.types[v].nbytes
             held[v] = _Held(on_host, True, nbytes, f"a result of {_name(piece)}")
         over = tuple(v for v in piece.reads if last_use[v] == k and held[v].ours)
         unread = frozenset(v for v in piece.writes if last_use[v] == k)
-        stages.append(Stage(made, piece.reads, piece.writes, over, unread, waiting))
+        stages.append(Stage(made, piece.reads, piece.writes, over, unread, waiting, 0))
+    everything = {**always, **_all_constants([s.program for s in stages])}
+    for k, (stage, piece) in enumerate(zip(stages, pieces, strict=True)):
+        own = {*stage.program.constants, *map(id, _closed_over(flat, piece))}
+        others = sum(n for key, n in everything.items() if key not in own)
+        stages[k] = dataclasses.replace(
+            stage, waiting=stage.waiting + others, constants=others
+        )
     ends = tuple(
         isinstance(o, Parts) or at in to_host or held[o].on_host
         for at, o in enumerate(flat.outputs)
     )
-    plan = _together([s.program.plan for s in stages], gpu_bytes)
+    plan = _together([s.program.plan for s in stages], budget.room)
     peak = max(s.program.plan.peak_bytes + s.waiting for s in stages)
     plan = dataclasses.replace(plan, peak_bytes=peak)
-    used = tuple((v, a) for v, a in flat.constants if v in constants)
+    used = tuple((v, a) for v, a in flat.constants if v in read_over)
     return Chain(plan, flat, arguments, used, tuple(stages), to_host, ends)
+
+
+def _closed_over(flat: FlatJaxpr, piece: "_Piece") -> list[Any]:
+    """The closed-over arrays that a piece has, or is given."""
+    if isinstance(piece.work, FlatJaxpr):
+        return [a for _, a in piece.work.constants]
+    return [a for v, a in flat.constants if v in piece.reads]
 
 
 @dataclass(frozen=True, slots=True)
@@ -453,8 +617,10 @@ def _held_at_start(
     flat: FlatJaxpr, arguments: Arguments, constants: Collection[int]
 ) -> dict[int, _Held]:
     held: dict[int, _Held] = {}
+    unread = lowering.unread(flat)
     for v, w, name in zip(flat.inputs, arguments.whose, arguments.names, strict=True):
-        held[v] = _Held(w.on_host, w.donated or w.ours, flat.types[v].nbytes, name)
+        if v not in unread:
+            held[v] = _Held(w.on_host, w.donated or w.ours, flat.types[v].nbytes, name)
     for number, (v, array) in enumerate(flat.constants):
         if v in constants:
             on_host = lowering.constant_whose(array).on_host
@@ -505,23 +671,25 @@ def _driven(
     equation: Equation,
     held: Mapping[int, _Held],
     arguments: Arguments,
-    room: int,
+    budget: Budget,
     how: How,
 ) -> Program:
     operands = [held[v] for v in equation.inputs if isinstance(v, int)]
     if equation.name in tables.HOST_READS | tables.HOST_WRITES:
         away = sum(h.nbytes for h in operands if not h.on_host)
-        plan = dataclasses.replace(_together([], room), d2h_bytes=away)
+        plan = dataclasses.replace(
+            _together([], budget.room), d2h_bytes=away, peak_bytes=_on_device(operands)
+        )
         return Rows(plan, equation.origin)
     make = _loop if equation.name == "while" else _choice
-    return make(equation, operands, arguments, room, how)
+    return make(equation, operands, arguments, budget, how)
 
 
 def _loop(
     equation: Equation,
     operands: Sequence[_Held],
     arguments: Arguments,
-    room: int,
+    budget: Budget,
     how: How,
 ) -> Loop:
     params = equation.origin.params
@@ -529,9 +697,9 @@ def _loop(
     constants = [h.kept() for h in operands[: of_condition + of_body]]
     carried = operands[of_condition + of_body :]
     # A carried array that the caller keeps on the device is copied: it stays there.
-    staying = sum(h.nbytes for h in carried if not h.ours and not h.on_host)
-    room -= staying
-    on_host = _carried_on_host(carried, room)
+    staying = _on_device(h for h in carried if not h.ours)
+    budget = budget.beside(staying)
+    on_host = _carried_on_host(carried, budget.room)
     condition = Condition(params["cond_jaxpr"], of_condition)
     # What the body returns as it is stays in its own place: so it is the loop's for good.
     given = {i + 1: len(constants) + i for i in range(len(carried))}
@@ -545,11 +713,11 @@ def _loop(
         to_host = frozenset([0, *(i + 1 for i, away in enumerate(on_host) if away)])
         try:
             body = make_program(
-                params["body_jaxpr"], given, own, room, often, to_host, condition
+                params["body_jaxpr"], given, own, budget, often, to_host, condition
             )
-        except DoesNotFit as error:
+        except DoesNotFit:
             if all(on_host):
-                raise error.beside(staying) from None
+                raise
             _send_larger_half(carried, on_host)
             continue
         moved = [
@@ -560,15 +728,27 @@ def _loop(
         for i in moved:
             on_host[i] = True
     asked = _arguments(arguments, [*constants[:of_condition], *(h.kept() for h in state)])
-    try:
-        begin = make_program(params["cond_jaxpr"], (), asked, room, how, frozenset([0]))
-    except DoesNotFit as error:
-        raise error.beside(staying) from None
+    beside = _on_device(constants[of_condition:])
+    left = budget.beside(beside)
+    begin = make_program(params["cond_jaxpr"], (), asked, left, how, frozenset([0]))
     used_up = _used_up(body)[of_condition + of_body :]
-    plan = _together([begin.plan, body.plan], room)
+    plan = _together([begin.plan, body.plan], budget.room)
+    everything = sum(_all_constants((begin, body)).values())
+    lacking = lambda program: everything - sum(program.constants.values())
+    peak = max(
+        _on_device([*constants, *carried]),  # before any is put in its place
+        begin.plan.peak_bytes + beside + staying + lacking(begin),
+        body.plan.peak_bytes + staying + lacking(body),
+    )
+    plan = dataclasses.replace(plan, peak_bytes=peak)
     if isinstance(body, Straight):
         plan = dataclasses.replace(plan, h2d_bytes=plan.h2d_bytes + body.resident_bytes)
     return Loop(plan, of_condition, of_body, begin, body, tuple(on_host), used_up)
+
+
+def _on_device(held: Iterable[_Held]) -> int:
+    """Bytes of those that are on the device."""
+    return sum(padded(h.nbytes) for h in held if not h.on_host)
 
 
 def _carried_on_host(carried: Sequence[_Held], room: int) -> list[bool]:
@@ -601,16 +781,17 @@ def _choice(
     equation: Equation,
     operands: Sequence[_Held],
     arguments: Arguments,
-    room: int,
+    budget: Budget,
     how: How,
 ) -> Choice:
-    _, *operands = operands
+    index, *operands = operands
+    beside = _on_device([index])
     own = _arguments(arguments, operands)
     given = [i for i, h in enumerate(operands) if h.ours]
     to_host: frozenset[int] = frozenset()
     while True:
         branches = tuple(
-            make_program(branch, given, own, room, how, to_host)
+            make_program(branch, given, own, budget.beside(beside), how, to_host)
             for branch in equation.origin.params["branches"]
         )
         ends = [b.ends_on_host for b in branches]
@@ -619,8 +800,12 @@ def _choice(
             break
         to_host = away
     places = tuple(i in to_host for i in range(len(equation.origin.outvars)))
-    plan = _together([b.plan for b in branches], room)
-    return Choice(plan, branches, places)
+    plan = _together([b.plan for b in branches], budget.room)
+    everything = sum(_all_constants(branches).values()) + beside
+    peak = max(
+        b.plan.peak_bytes + everything - sum(b.constants.values()) for b in branches
+    )
+    return Choice(dataclasses.replace(plan, peak_bytes=peak), branches, places)
 
 
 def _together(plans: Sequence[Plan], gpu_bytes: int) -> Plan:

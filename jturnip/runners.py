@@ -2,24 +2,25 @@
 
 import collections
 import contextlib
+import dataclasses
 import enum
 import functools
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
 
-from jturnip import compat, placement
+from jturnip import compat, memory, placement
 from jturnip.compiler import nans
 from jturnip.errors import ArgumentError, ExecutionError
 from jturnip.frontend.values import FlatJaxpr, Parts, Slice, Type
 from jturnip.graph.memgraph import MemGraph
 from jturnip.graph.plan import Plan
 from jturnip.graph.taskgraph import TaskGraph
-from jturnip.lowering import Split
+from jturnip.lowering import Split, unread
 from jturnip.placement import Arguments, Wanted, Whose
 from jturnip.programs import Straight
 from jturnip.runtime.engines import (
@@ -33,7 +34,7 @@ from jturnip.runtime.hoststacks import Assembled, Assembly, rows_of
 from jturnip.runtime.link import SimulatedLink
 from jturnip.runtime.loop import run
 from jturnip.runtime.report import RunReport
-from jturnip.signature import Call
+from jturnip.runtime.turns import Turn
 
 
 class Runner(Protocol):
@@ -57,26 +58,28 @@ class WholeRunner:
     def __init__(
         self,
         whole: Any,
-        call: Call,
+        in_tree: Any,
         arguments: Arguments,
         plan: Plan,
         moves: "Moves",
         flat: FlatJaxpr | None,
         wanted: Wanted,
+        turn: Turn,
     ):
         self.whole = whole
+        self._turn = turn
         self.plan = plan
         self._seconds: float | None = None
-        self._tree = call.tree
+        self._tree = in_tree
         # To find an equation that made a NaN; None for what cannot be flattened.
         self._flat = flat
         self._wanted = wanted
         self._is_plain = wanted.is_nothing and not moves.arguments
         device = arguments.device
         self._device = placement.sharding(device, on_host=False)
-        self._host = placement.sharding(device, on_host=True)
         self._moves = moves
-        self._given_up = tuple(
+        self._names = arguments.names
+        self._given_up = frozenset(
             i for i, w in enumerate(arguments.whose) if w is Whose.DONATED_HOST
         )
 
@@ -93,7 +96,9 @@ class WholeRunner:
         try:
             if self._is_plain:
                 args, kwargs = jax.tree.unflatten(self._tree, leaves)
-                results = self.whole(*args, **kwargs)
+                with self._turn.lock:
+                    results = self.whole(*args, **kwargs)
+                self._turn.dispatched(results)
             else:
                 results = self._run_with_moves(leaves)
         except Exception as error:
@@ -102,7 +107,7 @@ class WholeRunner:
                 alive = [
                     leaf
                     if isinstance(leaf, jax.Array) and leaf.is_deleted()
-                    else jax.device_put(leaf, self._device)
+                    else memory.placed(leaf, self._device)
                     for leaf in leaves
                 ]
                 raise nans.blame(
@@ -113,17 +118,25 @@ class WholeRunner:
         return results
 
     def _run_with_moves(self, leaves: Sequence[Any]) -> Any:
-        placed = list(leaves)
-        for i in self._moves.arguments:
-            placed[i] = jax.device_put(leaves[i], self._device)
-        args, kwargs = jax.tree.unflatten(self._tree, placed)
-        placed.clear()
-        results, tree = jax.tree.flatten(self.whole(*args, **kwargs))
-        for i in self._moves.results:
-            results[i] = jax.device_put(results[i], self._host)
+        check_donated_once(leaves, self._given_up, self._names)
+        plan, turn, moves = self.plan, self._turn, self._moves
+        with turn.lock:
+            turn.make_room(plan.gpu_bytes - plan.peak_bytes)
+            placed = list(leaves)
+            for i in moves.arguments:
+                placed[i] = memory.moved(leaves[i], on_host=False)
+            args, kwargs = jax.tree.unflatten(self._tree, placed)
+            placed.clear()
+            results, tree = jax.tree.flatten(self.whole(*args, **kwargs))
+            del args, kwargs
+            if moves.arguments and results:
+                smallest = min(results, key=lambda r: r.nbytes)
+                turn.copied(plan.peak_bytes, smallest)
+        for i in moves.results:
+            results[i] = memory.moved(results[i], on_host=True)
         for i in self._given_up:
             leaves[i].delete()
-        return jax.tree.unflatten(tree, self._wanted.finish(results))
+        return jax.tree.unflatten(tree, memory.finished(results, self._wanted))
 
 
 class SplitRunner:
@@ -138,6 +151,7 @@ class SplitRunner:
             straight.plan.memgraph,
             straight.schedule,
             split.executables,
+            split.numbers,
             split.arguments.device,
             functools.partial(_blame, split),
         )
@@ -155,11 +169,15 @@ class SplitRunner:
             (start[buffers[v]], w)
             for v, w in zip(flat.inputs, split.arguments.whose, strict=True)
         )
-        self._constants = tuple(
-            (start[buffers[v]], placement.placed_for_good(array, self._device))
-            for v, array in flat.constants
-        )
+        # Closed-over arrays and which instances they are; in their places while they are
+        # there.
+        self._closed_over = tuple((start[buffers[v]], a) for v, a in flat.constants)
+        self._constants: tuple[tuple[int, jax.Array], ...] = ()
+        self._ignored = frozenset(start[buffers[v]] for v in unread(flat))
         self._donated = frozenset(i for i, w in self._arguments if w.donated)
+        self._given_up = frozenset(
+            i for i, (_, w) in enumerate(self._arguments) if w.donated
+        )
         self._cut = _cut_arrays(split, start)
         ends: dict[int, int] = dict(
             zip(program.graph.outputs, memgraph.outputs_at_end, strict=True)
@@ -178,12 +196,16 @@ class SplitRunner:
         arrays: list[Any] = [None] * len(self._program.memgraph.instances)
         self._place(leaves, arrays)
         device = self._program.device_sharding
-        held = {i: compat.copy_to(arrays[i], device) for i in self._resident}
+        held = {i: memory.transferred(arrays[i], device) for i in self._resident}
         self._held = jax.block_until_ready(held)
 
     def let_go(self) -> None:
         """Lets go of what `hold` put on the device."""
         self._held = {}
+
+    def leave(self) -> None:
+        """Lets go of closed-over arrays; a run puts them in their places again."""
+        self._constants = ()
 
     def run(self, leaves: Sequence[Any], keep: frozenset[int] = frozenset()) -> list[Any]:
         """Runs once; returns the flat results.
@@ -197,7 +219,8 @@ class SplitRunner:
         arrays: list[Any] = [None] * len(program.memgraph.instances)
         results: list[Any] = []
         try:
-            self._check_donated_once(leaves, keep)
+            given_up = self._given_up - keep
+            check_donated_once(leaves, given_up, self._names)
             marks = borrow_marks(program.device_sharding)
             assembly = Assembly(self._assembled)
             leaves = assembly.take_over(leaves, keep)
@@ -222,11 +245,16 @@ class SplitRunner:
                 if any(nans.is_bad(result, looked_for) for result in results):
                     raise engines.suspect
             engines.close()
+            # The marks' own few bytes, and what is kept for once although donated.
+            once = keep & self._given_up
+            beside = marks.nbytes + memory.device_bytes(leaves[i] for i in once)
+            report = dataclasses.replace(report, peak_bytes=report.peak_bytes + beside)
         except BaseException as error:
             arrays.clear()
             results.clear()
             if marks is not None:
                 marks.close()
+            compat.forget_failed_tokens()
             let_go(error)
             if not isinstance(error, KeyboardInterrupt) and _is_interrupt(error):
                 raise KeyboardInterrupt from error
@@ -242,30 +270,47 @@ class SplitRunner:
         committed = placement.is_on_host(array) or self._committed
         return compat.settled(array, committed)
 
-    def _check_donated_once(self, leaves: Sequence[Any], keep: frozenset[int]) -> None:
-        """Raises ArgumentError for an array that is donated and passed a second time."""
-        if not self._donated or len({id(leaf) for leaf in leaves}) == len(leaves):
-            return
-        places = collections.Counter(id(leaf) for leaf in leaves)
-        for i, (instance, _) in enumerate(self._arguments):
-            given_up = instance in self._donated and i not in keep
-            if given_up and places[id(leaves[i])] > 1:
-                raise ArgumentError(
-                    f"argument {self._names[i]} is donated and passed a second time. Pass a"
-                    " copy, or do not donate it."
-                )
-
     def _place(self, leaves: Sequence[Any], arrays: list[Any]) -> None:
-        for (instance, whose), leaf in zip(self._arguments, leaves, strict=True):
-            arrays[instance] = placement.in_its_place(leaf, whose, self._device)
+        read = [i for i, (at, _) in enumerate(self._arguments) if at not in self._ignored]
+        placed = memory.in_their_places(
+            [leaves[i] for i in read], [self._arguments[i][1] for i in read], self._device
+        )
+        for i, array in zip(read, placed, strict=True):
+            arrays[self._arguments[i][0]] = array
+        if len(self._constants) != len(self._closed_over):
+            self._constants = tuple(
+                (instance, memory.placed_for_good(array, self._device))
+                for instance, array in self._closed_over
+            )
         for instance, array in self._constants:
             arrays[instance] = array
-        for source, instances, cuts, keep in self._cut:
-            rows = rows_of(arrays[source], cuts, keep)
+        for source, instances, cuts in self._cut:
+            rows = rows_of(arrays[source], cuts)
             for instance, array in zip(instances, rows, strict=True):
                 arrays[instance] = array
         for instance, array in self._held.items():
             arrays[instance] = array
+
+
+def check_donated_once(
+    leaves: Sequence[Any], given_up: Collection[int], names: Sequence[str]
+) -> None:
+    """Raises ArgumentError for an array that is donated and passed a second time.
+
+    Args:
+      leaves: the flat arguments.
+      given_up: positions of those that are donated.
+      names: what to call each.
+    """
+    if not given_up or len({id(leaf) for leaf in leaves}) == len(leaves):
+        return
+    places = collections.Counter(id(leaf) for leaf in leaves)
+    for i in given_up:
+        if places[id(leaves[i])] > 1:
+            raise ArgumentError(
+                f"argument {names[i]} is donated and passed a second time. Pass a copy, or"
+                " do not donate it."
+            )
 
 
 def _blame(
@@ -288,14 +333,9 @@ class Origin(enum.Enum):
 
 def _cut_arrays(
     split: Split, start: dict[int, int]
-) -> tuple[tuple[int, tuple[int, ...], tuple[tuple[int, int], ...], bool], ...]:
+) -> tuple[tuple[int, tuple[int, ...], tuple[tuple[int, int], ...]], ...]:
     """Arrays in host memory that are read in rows: instance of the array, instances of
-    the rows, first and past last row of each, whether the array is there next time."""
-    donated = {
-        v
-        for v, w in zip(split.flat.inputs, split.arguments.whose, strict=True)
-        if w is not Whose.CALLER_HOST
-    }
+    the rows, first and past last row of each."""
     of_source: dict[int, list[Slice]] = {}
     for cut in split.flat.slices:
         of_source.setdefault(cut.source, []).append(cut)
@@ -305,7 +345,6 @@ def _cut_arrays(
             at(source),
             tuple(at(c.value) for c in cuts),
             tuple((c.start, c.stop) for c in cuts),
-            source not in donated,
         )
         for source, cuts in of_source.items()
     )
@@ -398,9 +437,11 @@ class Moves:
     d2h_bytes: int
 
 
-def moves_of(arguments: Arguments, traced: Any, wanted: Wanted) -> Moves:
-    """Host arguments go to the device; results that re-use donated ones come back, unless
-    they are wanted elsewhere."""
+def moves_of(
+    arguments: Arguments, traced: Any, wanted: Wanted, pruned: Collection[int]
+) -> Moves:
+    """Host arguments go to the device, but those that XLA prunes; results that re-use
+    donated ones come back, unless they are wanted elsewhere."""
     types, results = (
         [Type.of(a) for a in jax.tree.leaves(infos)]
         for infos in (traced.args_info, traced.out_info)
@@ -408,7 +449,7 @@ def moves_of(arguments: Arguments, traced: Any, wanted: Wanted) -> Moves:
     inward = tuple(
         i
         for i, w in enumerate(arguments.whose)
-        if w in (Whose.CALLER_HOST, Whose.DONATED_HOST)
+        if w in (Whose.CALLER_HOST, Whose.DONATED_HOST) and i not in pruned
     )
     pairs = list(zip(types, arguments.whose, strict=True))
     outward = tuple(
@@ -428,21 +469,27 @@ def moves_of(arguments: Arguments, traced: Any, wanted: Wanted) -> Moves:
     )
 
 
-def whole_bytes(whole: Any) -> int:
-    """Device bytes of a whole executable, by XLA's own analysis."""
-    memory = whole.memory_analysis()
+def whole_bytes(whole: Any, closed_over: Sequence[Any]) -> int:
+    """Device bytes of a whole executable, by XLA's own analysis.
+
+    That leaves out what is closed over: a copy is part of the executable, and the array
+    itself may be on the device too.
+    """
+    sizes = whole.memory_analysis()
     return int(
-        memory.argument_size_in_bytes
-        + memory.output_size_in_bytes
-        - memory.alias_size_in_bytes
-        + memory.temp_size_in_bytes
+        sizes.argument_size_in_bytes
+        + sizes.output_size_in_bytes
+        - sizes.alias_size_in_bytes
+        + sizes.temp_size_in_bytes
+        + sum(Type.of(array).nbytes for array in closed_over)
+        + memory.device_bytes(closed_over)
     )
 
 
-def whole_plan(whole: Any, moves: Moves, gpu_bytes: int) -> Plan:
+def whole_plan(nbytes: int, moves: Moves, gpu_bytes: int) -> Plan:
     return Plan(
         gpu_bytes=gpu_bytes,
-        peak_bytes=whole_bytes(whole),
+        peak_bytes=nbytes,
         h2d_bytes=moves.h2d_bytes,
         d2h_bytes=moves.d2h_bytes,
         host_bytes=0,

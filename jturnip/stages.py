@@ -10,28 +10,29 @@
 import dataclasses
 import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax.core import Tracer
 
-from jturnip import lowering, placement
+from jturnip import lowering, memory, placement
 from jturnip.compat import Device
-from jturnip.compiler.executables import compile_whole
+from jturnip.compiler.executables import Trials, compile_whole
 from jturnip.compiler.report import CompileReport
 from jturnip.errors import ArgumentError, DoesNotFit, UnsupportedError
 from jturnip.frontend.hints import names_a_place
-from jturnip.frontend.jaxpr import flatten
+from jturnip.frontend.jaxpr import flatten, pruned_arguments
 from jturnip.frontend.partition import Partitioner
 from jturnip.frontend.values import FlatJaxpr, Type
 from jturnip.graph.plan import Plan
 from jturnip.pieces import PieceRunner, make_piece
-from jturnip.placement import Arguments, Wanted, Whose
+from jturnip.placement import Arguments, Budget, Returned, Wanted, Whose
 from jturnip.planner.strategies import STRATEGIES
 from jturnip.programs import How, Program, make_program, remeasured, smallest_refusal
 from jturnip.runners import (
+    Moves,
     Runner,
     WholeRunner,
     moves_of,
@@ -40,8 +41,9 @@ from jturnip.runners import (
 )
 from jturnip.runtime.link import SimulatedLink
 from jturnip.runtime.report import RunReport
+from jturnip.runtime.turns import Turn
 from jturnip.signature import Call, Statics
-from jturnip.units import format_bytes
+from jturnip.units import format_bytes, padded
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,8 @@ class Options:
     # Trees of shardings and None, or None.
     in_shardings: Any = None
     out_shardings: Any = None
+    # Whether arguments that nothing reads are parameters of the executable all the same.
+    keep_unused: bool = False
 
     def __post_init__(self) -> None:
         known = ("auto", "whole", *STRATEGIES)
@@ -76,7 +80,7 @@ def place(call: Call, options: Options) -> Call:
     if named:
         raise ValueError("in_shardings does not go with keyword arguments")
     shardings = placement.broadcast_shardings(options.in_shardings, dynamic, "in_shardings")
-    leaves = list(map(placement.placed, call.leaves, shardings))
+    leaves = list(map(memory.placed, call.leaves, shardings))
     return dataclasses.replace(call, leaves=leaves)
 
 
@@ -92,9 +96,12 @@ def _wanted(out_info: Any, leaves: Sequence[Any], options: Options) -> Wanted:
 class Traced:
     """A function traced for one signature."""
 
-    def __init__(self, jitted: Any, statics: Statics, call: Call, options: Options):
+    def __init__(
+        self, jitted: Any, statics: Statics, call: Call, options: Options, turn: Turn
+    ):
         self._options = options
-        self._call = call
+        self._turn = turn
+        self._in_tree = call.tree
         device, committed = placement.common_device(
             [*call.leaves, *placement.structs_of(options.out_shardings)]
         )
@@ -144,7 +151,12 @@ class Traced:
         if exporting:
             return self._traced.lower(**exporting)
         return Lowered(
-            self._traced, self._call, self._arguments, self._options, self._wanted
+            self._traced,
+            self._in_tree,
+            self._arguments,
+            self._options,
+            self._wanted,
+            self._turn,
         )
 
 
@@ -154,14 +166,16 @@ class Lowered:
     def __init__(
         self,
         traced: Any,
-        call: Call,
+        in_tree: Any,
         arguments: Arguments,
         options: Options,
         wanted: Wanted,
+        turn: Turn,
     ):
         self._traced = traced
-        self._call = call
+        self._in_tree = in_tree
         self._options = options
+        self._turn = turn
         self._wanted = wanted
         self.gpu_bytes = (
             options.gpu_bytes
@@ -187,15 +201,51 @@ class Lowered:
         self._result_types = list(map(Type.of, jax.tree.leaves(traced.out_info)))
         self._check_results_fit()
 
+    @property
+    def _closed_over(self) -> list[Any]:
+        if self._flat is None:
+            return list(getattr(self._traced.jaxpr, "consts", ()))
+        return [array for _, array in self._flat.constants]
+
+    def _arguments_there(self, held: Collection[Whose]) -> list[int]:
+        """Positions of the arguments that are held so, and read or returned."""
+        pruned = pruned_arguments(self._traced.jaxpr)
+        whose = enumerate(self._arguments.whose)
+        return [i for i, w in whose if w in held and i not in pruned]
+
+    def _argument_bytes(self, held: Collection[Whose]) -> int:
+        infos = jax.tree.leaves(self._traced.args_info)
+        there = self._arguments_there(held)
+        return sum(padded(Type.of(infos[i]).nbytes) for i in there)
+
+    def _staying_bytes(self) -> int:
+        """Device bytes that are in use when a call is over, beside its results."""
+        return self._argument_bytes((Whose.CALLER_DEVICE,)) + sum(
+            padded(Type.of(array).nbytes)
+            for array in self._closed_over
+            if not lowering.constant_whose(array).on_host
+        )
+
     def _check_results_fit(self) -> None:
         places = self._wanted.places(on_host=False)
-        asked = sum(self._result_types[i].nbytes for i in places)
-        if asked > self.gpu_bytes:
+        asked = sum(padded(self._result_types[i].nbytes) for i in places)
+        if not asked:
+            return
+        staying = self._staying_bytes()
+        device = self._arguments.device
+        needed = placement.gpu_bytes_for(asked + staying, device)
+        if needed > self.gpu_bytes:
+            beside = (
+                f", beside {format_bytes(staying)} of arguments and closed-over arrays"
+                " there"
+            )
             raise DoesNotFit(
                 f"results that out_shardings places on the device take"
-                f" {format_bytes(asked)}; gpu_bytes is {format_bytes(self.gpu_bytes)}."
-                ' Give them a sharding with memory_kind="pinned_host", or none.',
-                needed_bytes=asked,
+                f" {format_bytes(asked)}{beside if staying else ''}; gpu_bytes is"
+                f" {self.gpu_bytes} ({format_bytes(self.gpu_bytes)}). Give them a sharding"
+                ' with memory_kind="pinned_host", or none, or raise gpu_bytes to at least'
+                f" {needed} ({format_bytes(needed)}).",
+                needed_bytes=needed,
                 gpu_bytes=self.gpu_bytes,
             )
 
@@ -240,9 +290,17 @@ class Lowered:
     def _planned(self) -> Plan:
         with self._lock:
             if self._whole is not None:
-                moves = moves_of(self._arguments, self._traced, self._wanted)
-                return whole_plan(self._whole, moves, self.gpu_bytes)
+                return self._whole_plan[1]
             return self._program.plan
+
+    @functools.cached_property
+    def _whole_plan(self) -> tuple[Moves, Plan]:
+        """What a whole call moves, and its figures."""
+        keeps = self._options.keep_unused
+        pruned = () if keeps else pruned_arguments(self._traced.jaxpr)
+        moves = moves_of(self._arguments, self._traced, self._wanted, pruned)
+        nbytes = whole_bytes(self._whole, self._closed_over)
+        return moves, whole_plan(nbytes, moves, self.gpu_bytes)
 
     @functools.cached_property
     def _partitioner(self) -> Partitioner:
@@ -263,7 +321,7 @@ class Lowered:
             ):
                 return None
         whole, self._whole_report = compile_whole(self._traced)
-        needed = whole_bytes(whole)
+        needed = whole_bytes(whole, self._closed_over)
         if needed <= self.gpu_bytes:
             return whole
         if strategy == "whole":
@@ -282,9 +340,9 @@ class Lowered:
 
     @functools.cached_property
     def _program(self) -> Program:
-        return self._make_program(measured=False)
+        return self._make_program()
 
-    def _make_program(self, measured: bool) -> Program:
+    def _make_program(self, trials: Trials | None = None) -> Program:
         if self._refusal is not None:
             raise self._refusal
         made = functools.partial(
@@ -293,46 +351,68 @@ class Lowered:
             _forwardable(self._given),
             to_host=self._wanted.places(on_host=True),
         )
-        how = self._how(measured)
+        how = self._how(trials)
+        budget = Budget(self.gpu_bytes)
         try:
-            return made(self._given, self.gpu_bytes, how)
+            return made(self._given, budget, how)
         except DoesNotFit:
             self._given = _on_host_all(self._given)
         try:
-            return made(self._given, self.gpu_bytes, how)
+            return made(self._given, budget, how)
         except DoesNotFit as refusal:
-            make = functools.partial(made, self._given, how=how)
+            make = lambda nbytes: made(self._given, Budget(nbytes), how)
             raise smallest_refusal(make, refusal) from None
 
-    def _how(self, measured: bool) -> How:
-        return How(self._options.strategy, self._options.link, measured, self._finest)
+    def _how(self, trials: Trials | None) -> How:
+        placed = self._wanted.places(on_host=False) | self._wanted.places(on_host=True)
+        infos = self._traced.out_info, self._traced.args_info
+        return How(
+            self._options.strategy,
+            self._options.link,
+            trials,
+            self._finest,
+            returned=Returned.of(*infos, placed),
+        )
 
-    def _measured_program(self) -> Program:
+    def _trials(self) -> Trials:
+        """What trying tasks out may take while nothing of the function runs.
+
+        The arguments are there already, wherever the plan has them later.
+        """
+        there = self._argument_bytes([w for w in Whose if not w.on_host and not w.ours])
+        there += memory.device_bytes(self._closed_over)
+        arena = placement.arena_bytes(self.gpu_bytes, self._arguments.device)
+        return Trials(there, arena - there)
+
+    def _measured_program(self, trials: Trials) -> Program:
         """The program with measured times; what was planned before them is used again."""
         if "_program" in self.__dict__:
-            again = remeasured(self._program, self.gpu_bytes, self._how(True))
+            again = remeasured(self._program, self.gpu_bytes, self._how(trials))
             if again is not None:
                 return again
-        return self._make_program(measured=True)
+        return self._make_program(trials)
 
     def compile(self) -> "Compiled":
         """Compiles what is not compiled yet, measures the tasks, and plans with that."""
         with self._lock:
             program = None
             if self._whole is not None:
-                moves = moves_of(self._arguments, self._traced, self._wanted)
-                plan = whole_plan(self._whole, moves, self.gpu_bytes)
+                moves, plan = self._whole_plan
                 runner: Runner = WholeRunner(
                     self._whole,
-                    self._call,
+                    self._in_tree,
                     self._arguments,
                     plan,
                     moves,
                     self._flat,
                     self._wanted,
+                    self._turn,
                 )
             else:
-                program = self._measured_program()
+                with self._turn.lock:
+                    self._turn.alone(None)
+                    trials = self._trials()
+                    program = self._measured_program(trials)
                 piece = make_piece(program, self._options.link)
                 back = self._coming_back(program)
                 wanted = dataclasses.replace(
@@ -341,27 +421,26 @@ class Lowered:
                     back_bytes=sum(self._result_types[i].nbytes for i in back),
                     committed=self._arguments.committed,
                 )
-                weak = [t.weak_type for t in self._result_types]
-                runner = PieceRunner(piece, self._traced.out_tree, wanted, weak)
+                runner = PieceRunner(
+                    piece,
+                    self._traced.out_tree,
+                    wanted,
+                    [t.weak_type for t in self._result_types],
+                    self._turn,
+                    self._arguments_there((Whose.CALLER_DEVICE,)),
+                    sum(program.constants.values()) + placement.MARKS,
+                    trials.peak_bytes,
+                )
             report = self._compile_report(program)
         return Compiled(
-            runner, self._call, self._arguments, self._traced, self._options, report
+            runner, self._in_tree, self._arguments, self._traced, self._options, report
         )
 
     def _coming_back(self, program: Program) -> tuple[int, ...]:
-        """Results that a program leaves in host memory and the device has room for: all of
-        those that nobody asked for there, or none."""
-        results = self._result_types
-        infos = jax.tree.leaves(self._traced.args_info)
-        pairs = list(zip(map(Type.of, infos), self._arguments.whose, strict=True))
-        asked = placement.reused_arguments(pairs, results).keys()
-        asked |= self._wanted.places(on_host=True)
-        ends = program.ends_on_host
-        back = tuple(i for i, away in enumerate(ends) if away and i not in asked)
-        staying = sum(t.nbytes for t, w in pairs if w is Whose.CALLER_DEVICE)
-        there = sum(t.nbytes for i, t in enumerate(results) if not ends[i] or i in back)
-        arena = placement.arena_bytes(self.gpu_bytes, self._arguments.device)
-        return back if staying + there <= arena else ()
+        """Results that a program leaves in host memory although there is room for them, and
+        nobody asked for them there."""
+        ends = enumerate(program.ends_on_host)
+        return tuple(i for i, away in ends if away and i not in program.to_host)
 
     def _compile_report(self, program: Program | None) -> CompileReport:
         whole = self._whole_report
@@ -377,7 +456,7 @@ class Compiled:
     def __init__(
         self,
         runner: Runner,
-        call: Call,
+        in_tree: Any,
         arguments: Arguments,
         traced: Any,
         options: Options,
@@ -386,7 +465,7 @@ class Compiled:
         self._runner = runner
         # What was compiled for it, and what was there.
         self.compile_report = compile_report
-        self._in_tree = call.tree
+        self._in_tree = in_tree
         self._options = options
         self._arguments = arguments
         self._types = [

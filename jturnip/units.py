@@ -1,4 +1,4 @@
-"""Sizes in the user's words: "8GiB" to bytes and back."""
+"""Sizes: in the user's words, "8GiB" to bytes and back, and as allocators have them."""
 
 import math
 import numbers
@@ -20,6 +20,15 @@ _UNITS = {
     "TIB": 2**40,
 }
 _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*")
+
+
+# The granule of JAX's GPU allocator: every buffer takes a multiple of it.
+GRANULE = 256
+
+
+def padded(nbytes: int) -> int:
+    """Bytes that a buffer of `nbytes` takes on a device, and in an arena."""
+    return -(-nbytes // GRANULE) * GRANULE
 
 
 def parse_bytes(size: int | float | str) -> int:

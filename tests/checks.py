@@ -112,11 +112,11 @@ class Holdings:
         ]
 
     def new_threads(self) -> list[str]:
-        """Beside those of the pool of waiters, which the process keeps."""
+        """Beside the waiters and the simulated link's, which the process keeps."""
         return [
             t.name
             for t in threading.enumerate()
-            if t.ident not in self.threads and not t.name.startswith("jturnip-waiter")
+            if t.ident not in self.threads and not t.name.startswith("jturnip-")
         ]
 
 

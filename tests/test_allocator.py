@@ -5,7 +5,8 @@ import random
 from hypothesis import given, settings, strategies as st
 
 from jturnip.graph.memgraph import OpId, Ranges
-from jturnip.planner.allocator import ALIGNMENT, Arena, padded
+from jturnip.planner.allocator import Arena
+from jturnip.units import GRANULE, padded
 
 
 def freed_in_turn(*sizes: int) -> Arena:
@@ -80,8 +81,8 @@ def test_an_arena_of_no_bytes_has_none():
 
 @given(st.integers(0, 1 << 50))
 def test_padding_is_the_next_multiple_of_the_granule(nbytes: int):
-    assert 0 <= padded(nbytes) - nbytes < ALIGNMENT
-    assert padded(nbytes) % ALIGNMENT == 0
+    assert 0 <= padded(nbytes) - nbytes < GRANULE
+    assert padded(nbytes) % GRANULE == 0
 
 
 @given(st.randoms(use_true_random=False), st.integers(1, 200), st.integers(1, 60))

@@ -301,9 +301,9 @@ def wholes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows by one for each whole function that is compiled."""
     seen: list[int] = []
 
-    def whole_bytes(whole: Any, real: Any = runners.whole_bytes) -> int:
+    def whole_bytes(*about: Any, real: Any = runners.whole_bytes) -> int:
         seen.append(1)
-        return real(whole)
+        return real(*about)
 
     monkeypatch.setattr(stages, "whole_bytes", whole_bytes)
     return seen

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from checks import Holdings, assert_same, layers, tower, unconstrained_peak
@@ -37,9 +38,9 @@ def no_executables():
 
 
 def several(x: Any, weights: Any) -> Any:
-    """A tower of layers that all differ."""
+    """A tower of layers that all differ, in more than a number."""
     for number, weight in enumerate(weights):
-        x = x @ weight * (number + 2)
+        x = jnp.roll(x @ weight, number + 1, axis=0)
     return x
 
 
@@ -124,7 +125,7 @@ import jturnip
 def fn(x, weights):
     noise = jax.random.normal(jax.random.key(0), x.shape)
     for number, weight in enumerate(weights):
-        x = jnp.where(x > 0, x, noise) @ weight * (number + 2)
+        x = jnp.roll(jnp.where(x > 0, x, noise) @ weight, number + 1, axis=0)
     return jax.lax.scan(lambda c, row: (c + row, c.sum()), x[0], x)
 
 x, weights = np.ones((128, 128), np.float32), [np.eye(128, dtype=np.float32)] * 8

@@ -84,9 +84,11 @@ def product(x: jax.Array, w: jax.Array) -> jax.Array:
     return y @ w  # the largest
 
 
-def refusal_of(fn: Callable[..., Any], gpu_bytes: int, *args: Any) -> jturnip.DoesNotFit:
+def refusal_of(
+    fn: Callable[..., Any], gpu_bytes: int, *args: Any, **keywords: Any
+) -> jturnip.DoesNotFit:
     with pytest.raises(jturnip.DoesNotFit) as refusal:
-        jturnip.jit(fn, gpu_bytes)(*args)
+        jturnip.jit(fn, gpu_bytes, **keywords)(*args)
     return refusal.value
 
 
@@ -141,10 +143,14 @@ def test_device_arguments_larger_than_the_budget_are_refused_with_their_bytes():
     assert "195 KiB" in message
 
 
-def test_device_arguments_larger_than_the_budget_are_refused_even_if_unused():
+def test_arguments_that_nothing_reads_are_the_callers_matter():
+    """As under `jax.jit`, which makes no parameters of them unless asked to."""
     fn = lambda x, unused: x + 1
     args = (jnp.ones(4), jnp.asarray(X))
-    assert re.search(r"64(\.\d)? KiB", str(refusal_of(fn, 30_000, *args)))
+    for strategy in ("auto", "turnip"):
+        jturnip.jit(fn, 30_000, strategy=strategy)(*args)
+    refusal = refusal_of(fn, 30_000, *args, strategy="whole", keep_unused=True)
+    assert re.search(r"64(\.\d)? KiB", str(refusal))
 
 
 def test_a_refused_call_leaves_donated_arguments_alone():

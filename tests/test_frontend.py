@@ -492,7 +492,9 @@ def keys_of(fn: Callable[..., Any], *args: Any) -> list[Any]:
 def test_equal_layers_have_equal_keys():
     keys = keys_of(tower, x32(8, 8), [x32(8, 8)] * 20)
     assert len(keys) >= 20
-    assert set(keys) == set(keys_of(tower, x32(8, 8), [x32(8, 8)] * 5))
+    fewer = keys_of(tower, x32(8, 8), [x32(8, 8)] * 5)
+    assert all(key in fewer for key in keys)
+    assert all(key in keys for key in fewer)
 
 
 def test_equal_functions_traced_apart_have_equal_keys():

@@ -1,6 +1,7 @@
 """Scans in less memory than they need: cut into parts, not put together for nothing."""
 
 import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -380,18 +381,25 @@ def test_rows_that_are_read_late_are_written_late():
     assert_same(fn(jturnip.host(stack), x), jax.jit(program)(stack, x))
 
 
-def test_copies_of_rows_live_as_long_as_their_array(monkeypatch):
-    """Where memory cannot be shared, rows are copied once for each array."""
-    monkeypatch.setattr(hoststacks, "_is_shared", lambda *_: False)
-    cuts = ((0, 1), (1, 3))
-    array = jturnip.host(weights(3))
-    first = hoststacks.rows_of(array, cuts, keep=True)
-    assert hoststacks.rows_of(array, cuts, keep=True) is first
-    assert id(array) in hoststacks._COPIES
-    key = id(array)
-    del array
-    assert key not in hoststacks._COPIES
-    assert_bitwise(first[1], jnp.asarray(weights(3)[1:3]))
+def resident_bytes() -> int:
+    """Of this process, in RAM."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="needs Linux's /proc")
+def test_a_stack_is_not_copied_whatever_its_rows_and_however_it_is_cut():
+    """Rows of no whole cache lines cannot be arrays that share the stack's memory."""
+    shape = 64, 129, 513  # 16 MiB
+    stack = jturnip.host(np.full(shape, 0.01, np.float32))
+    x = np.ones((shape[1], shape[2]), np.float32)
+    total = lambda stack, x: jax.lax.scan(lambda x, w: (x + w, None), x, stack)[0]
+    expected = jax.jit(total)(np.asarray(stack), x)
+    before = resident_bytes()
+    for budget in ("2MiB", "3MiB", "4MiB", "6MiB"):
+        f = jturnip.jit(total, budget, strategy="turnip")
+        assert_same(f(stack, x), expected)
+    assert resident_bytes() - before < stack.nbytes
 
 
 def test_a_large_argument_that_is_returned_is_copied():

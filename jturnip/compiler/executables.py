@@ -1,27 +1,30 @@
 """Tasks to XLA executables: one for each distinct task, compiled in parallel.
 
-Two tasks share an executable when they are the same up to the names of their variables. An
-executable takes device arrays and gives device arrays; nothing in it moves data between
-memories. It gives one more result than its task, a number that is ready when all its work
-is over. Where completion marks are there, it takes one more argument, a mark's slot, and
-that last result is the mark's.
+Two tasks share an executable when they are the same up to the names of their variables, and
+to numbers written in the program: where tasks of one function differ in such numbers alone,
+these are operands (`key 3` of a layer, `0.9 ** 3`). An executable takes device arrays, then
+those numbers, and gives device arrays; nothing in it moves data between memories. It gives
+one more result than its task, a number that is ready when all its work is over. Where
+completion marks are there, it takes one more argument, a mark's slot, and that last result
+is the mark's.
+
+An executable lives as long as a program that uses it.
 """
 
 import concurrent.futures
 import functools
 import os
-import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jturnip import compat
+from jturnip import compat, memory
 from jturnip.compat import Device
 from jturnip.compiler.nans import unheard
 from jturnip.compiler.origin import Origin, compile_lowered
@@ -31,16 +34,18 @@ from jturnip.errors import PlanningError
 from jturnip.frontend import costs
 from jturnip.frontend.hints import nested
 from jturnip.frontend.partition import Group
-from jturnip.frontend.values import Constant, FlatJaxpr, is_key, is_packed
+from jturnip.frontend.values import Constant, FlatJaxpr, Type, is_key, is_packed
 from jturnip.native import marks
 from jturnip.native.queue import make_queue
+from jturnip.units import GRANULE
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class Executable:
     """A compiled task. All fields but `seconds` never change."""
 
-    # Called with device arrays, in the order of the task's inputs (then the mark's slot).
+    # Called with device arrays, in the order of the task's inputs (then its numbers, then
+    # the mark's slot).
     call: Callable[..., Sequence[jax.Array]]
     marked: bool
     workspace: int
@@ -55,14 +60,12 @@ class Executable:
     seconds: float | None = field(default=None)
 
 
-# Least recently used last; shared by all functions of the process.
-_CACHE: OrderedDict[Hashable, Executable] = OrderedDict()
-_CACHE_SIZE = 4096
+# Shared by all functions of the process, while one of them has it.
+_CACHE: "weakref.WeakValueDictionary[Hashable, Executable]" = weakref.WeakValueDictionary()
 # An executable is tried out a few times more while that takes no longer than this.
 _TRIAL_SECONDS = 0.01
 # How often the progress bar is drawn anew while nothing gets done.
 _REFRESH_SECONDS = 0.25
-_LOCK = threading.Lock()
 # Slots of a context that are not settings but how it applies them.
 _CONTEXT_MACHINERY = frozenset(("configs", "manager", "_managers", "__weakref__"))
 _NOT_TRIED = frozenset(("while", "pure_callback", "io_callback", "ffi_call", "pallas_call"))
@@ -75,9 +78,19 @@ class Compiled:
     # Distinct executables, and for each group the index of its own.
     executables: tuple[Executable, ...]
     of_group: tuple[int, ...]
+    # For each group the numbers that are operands of it.
+    numbers: tuple[tuple[np.ndarray, ...], ...]
     # What was made for them, and for earlier groups of the same function.
     made: tuple[Executable, ...]
+    # Which numbers are operands, also of earlier groups.
+    lifted: "Lifted"
     report: CompileReport
+
+
+# Where a number is written in a task: which of its equations, which operand of that.
+Place: TypeAlias = tuple[int, int]
+# A task without its numbers → the places of those that are operands.
+Lifted: TypeAlias = Mapping[Hashable, frozenset[Place]]
 
 
 def compile_groups(
@@ -101,25 +114,26 @@ def compile_groups(
     """
     began = time.perf_counter()
     marked = marks.load()
+    shapes = [group_key(flat, group) for group in groups]
+    lifted = _lifted(shapes, {} if earlier is None else earlier.lifted)
     indices: dict[Hashable, int] = {}
-    distinct: list[Group] = []
+    distinct: list[_Work] = []
     of_group = []
-    for group in groups:
-        key = (group_key(flat, group), device, context, marked)
+    for group, (bare, numbers) in zip(groups, shapes, strict=True):
+        operands = lifted.get(bare, frozenset())
+        written = tuple(n for place, n in numbers.items() if place not in operands)
+        key = (bare, operands, written, device, context, marked)
         if key not in indices:
             indices[key] = len(distinct)
-            distinct.append(group)
+            distinct.append(_Work(flat, group, tuple(sorted(operands))))
         of_group.append(indices[key])
-    known = [_cached(key) for key in indices]
-    missing = [g for g, e in zip(distinct, known, strict=True) if e is None]
-    new, cached = _compile_in_parallel(flat, missing, device, marked)
+    known = [_CACHE.get(key) for key in indices]
+    missing = [w for w, e in zip(distinct, known, strict=True) if e is None]
+    new, cached = _compile_in_parallel(missing, device, marked)
     remaining = iter(new)
     executables = tuple(next(remaining) if e is None else e for e in known)
-    with _LOCK:
-        for key, index in indices.items():
-            _CACHE[key] = executables[index]
-        while len(_CACHE) > _CACHE_SIZE:
-            _CACHE.popitem(last=False)
+    for key, index in indices.items():
+        _CACHE[key] = executables[index]
     made = (*(earlier.made if earlier is not None else ()), *new)
     ours = set(map(id, made))
     report = CompileReport(
@@ -131,7 +145,54 @@ def compile_groups(
     )
     if earlier is not None:
         report = report.after(earlier.report)
-    return Compiled(executables, tuple(of_group), made, report)
+    numbers = tuple(
+        _numbers(flat, group, sorted(lifted.get(bare, ())))
+        for group, (bare, _) in zip(groups, shapes, strict=True)
+    )
+    return Compiled(executables, tuple(of_group), numbers, made, lifted, report)
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """A task to compile: a group, and which of its numbers are operands."""
+
+    flat: FlatJaxpr
+    group: Group
+    lifted: tuple[Place, ...]
+
+    @property
+    def types(self) -> list[Type]:
+        """Types of the numbers that are operands."""
+        constants = (_at(self.flat, self.group, place) for place in self.lifted)
+        return [constant.type for constant in constants]
+
+
+def _at(flat: FlatJaxpr, group: Group, place: Place) -> Constant:
+    constant = flat.equations[group.equations[place[0]]].inputs[place[1]]
+    assert isinstance(constant, Constant)
+    return constant
+
+
+def _numbers(
+    flat: FlatJaxpr, group: Group, lifted: Sequence[Place]
+) -> tuple[np.ndarray, ...]:
+    constants = (_at(flat, group, place) for place in lifted)
+    return tuple(np.asarray(c.value, c.type.dtype) for c in constants)
+
+
+def _lifted(
+    shapes: Sequence[tuple[Hashable, Mapping[Place, Hashable]]], earlier: Lifted
+) -> dict[Hashable, frozenset[Place]]:
+    """Places in which tasks that are the same but for their numbers differ."""
+    first: dict[Hashable, Mapping[Place, Hashable]] = {}
+    lifted: dict[Hashable, set[Place]] = {}
+    for bare, numbers in shapes:
+        before = first.setdefault(bare, numbers)
+        if before is not numbers and before != numbers:
+            differing = {place for place, n in numbers.items() if before[place] != n}
+            lifted.setdefault(bare, set()).update(differing)
+    found = {bare: frozenset(places) for bare, places in lifted.items()}
+    return {**earlier, **{b: p | earlier.get(b, frozenset()) for b, p in found.items()}}
 
 
 def compile_whole(traced: Any) -> tuple[Any, CompileReport]:
@@ -148,23 +209,23 @@ def compile_whole(traced: Any) -> tuple[Any, CompileReport]:
 
 
 def _compile_in_parallel(
-    flat: FlatJaxpr, groups: Sequence[Group], device: Device | None, marked: bool
+    tasks: Sequence[_Work], device: Device | None, marked: bool
 ) -> tuple[list[Executable], int]:
-    """An executable for each group, and how many were in JAX's persistent cache."""
-    if not groups:
+    """An executable for each task, and how many were in JAX's persistent cache."""
+    if not tasks:
         return [], 0
     # The user says which compilations are worth storing by the seconds that a function
     # takes. This one is in pieces: what they leave unstored takes no longer in all.
-    stored_from = compat.stored_from() / len(groups)
+    stored_from = compat.stored_from() / len(tasks)
     futures: list[concurrent.futures.Future[tuple[Executable, Origin]]] = []
     done: list[Any] = []
-    with progress_bar(len(groups)) as show:
+    with progress_bar(len(tasks)) as show:
         pool = concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1)
         try:
-            for group in groups:
-                jitted, lowered = _lower(flat, group, device, marked)
+            for task in tasks:
+                jitted, lowered = _lower(task, device, marked)
                 futures.append(
-                    pool.submit(_compile, flat, group, jitted, lowered, marked, stored_from)
+                    pool.submit(_compile, task, jitted, lowered, marked, stored_from)
                 )
                 futures[-1].add_done_callback(done.append)
                 show(len(done))
@@ -179,29 +240,19 @@ def _compile_in_parallel(
     return [executable for executable, _ in results], cached
 
 
-def _cached(key: Hashable) -> Executable | None:
-    with _LOCK:
-        known = _CACHE.get(key)
-        if known is not None:
-            _CACHE.move_to_end(key)
-    return known
-
-
 def clear_cache() -> None:
-    """Forgets every executable."""
-    with _LOCK:
-        _CACHE.clear()
+    """Forgets every executable; programs keep those that they use."""
+    _CACHE.clear()
 
 
-def _lower(
-    flat: FlatJaxpr, group: Group, device: Device | None, marked: bool
-) -> tuple[Any, Any]:
+def _lower(task: _Work, device: Device | None, marked: bool) -> tuple[Any, Any]:
     """Lowers in the caller's thread, whose JAX configuration counts."""
     sharding = None if device is None else jax.sharding.SingleDeviceSharding(device)
-    structs = [flat.types[v].struct(sharding) for v in group.inputs]
+    types = [*(task.flat.types[v] for v in task.group.inputs), *task.types]
+    structs = [t.struct(sharding) for t in types]
     if marked:
         structs.append(jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding))
-    function = _as_function(flat, group, marked)
+    function = _as_function(task, marked)
     try:
         jitted = jax.jit(function, keep_unused=True)
         return jitted, jitted.lower(*structs)
@@ -211,13 +262,18 @@ def _lower(
         ) from error
 
 
-def _as_function(flat: FlatJaxpr, group: Group, marked: bool) -> Callable[..., Any]:
+def _as_function(work: _Work, marked: bool) -> Callable[..., Any]:
+    flat, group = work.flat, work.group
+
     def task(*arguments: Any) -> list[Any]:
-        values: dict[int, Any] = dict(zip(group.inputs, arguments, strict=False))
-        for e in group.equations:
+        read = len(group.inputs)
+        values: dict[int, Any] = dict(zip(group.inputs, arguments[:read], strict=True))
+        numbers = dict(zip(work.lifted, arguments[read:], strict=False))
+        for k, e in enumerate(group.equations):
             equation = flat.equations[e]
             operands = [
-                v.value if isinstance(v, Constant) else values[v] for v in equation.inputs
+                numbers.get((k, i), v.value) if isinstance(v, Constant) else values[v]
+                for i, v in enumerate(equation.inputs)
             ]
             values.update(zip(equation.outputs, equation.bind(operands), strict=True))
         results = [values[v] for v in group.outputs]
@@ -246,8 +302,7 @@ def _mark(results: Sequence[Any], slot: Any) -> Any:
 
 
 def _compile(
-    flat: FlatJaxpr,
-    group: Group,
+    task: _Work,
     jitted: Any,
     lowered: Any,
     marked: bool,
@@ -257,16 +312,22 @@ def _compile(
         compiled, origin = compile_lowered(lowered, stored_from)
     except Exception as error:
         raise PlanningError(f"XLA cannot compile a task: {error}") from error
-    memory, cost = compiled.memory_analysis(), compiled.cost_analysis() or {}
+    flat, group = task.flat, task.group
+    sizes, cost = compiled.memory_analysis(), compiled.cost_analysis() or {}
     packed = any(is_packed(flat.types[v].dtype) for v in group.inputs)
     executable = Executable(
         # jax 0.10's Compiled refuses an array of packed numbers that was in host memory.
         call=_settling(jitted) if packed else compiled,
         marked=marked,
-        workspace=int(memory.temp_size_in_bytes) if memory is not None else 0,
+        # The numbers that are operands are put on the device by each call.
+        workspace=(int(sizes.temp_size_in_bytes) if sizes is not None else 0)
+        + GRANULE * len(task.lifted),
         flops=float(cost.get("flops", 0.0)),
         bytes_accessed=float(cost.get("bytes accessed", 0.0)),
-        arguments=tuple(flat.types[v].struct() for v in group.inputs),
+        arguments=(
+            *(flat.types[v].struct() for v in group.inputs),
+            *(t.struct() for t in task.types),
+        ),
         may_be_tried=all(_may_be_tried(flat.equations[e].origin) for e in group.equations)
         and all(_can_be_made_up(flat.types[v].dtype) for v in group.inputs),
     )
@@ -289,65 +350,101 @@ def _may_be_tried(eqn: Any) -> bool:
     return all(_may_be_tried(e) for body in bodies for e in body.eqns)
 
 
-def try_out(executables: Sequence[Executable], sharding: jax.sharding.Sharding) -> None:
-    """Warms executables and measures each, the best of a few calls on zeros."""
-    with unheard():  # zeros make NaNs that are nobody's
-        _try_out(executables, sharding)
+class Trials:
+    """What trying executables out may take on the device, and what it took.
+
+    Attributes:
+      there: bytes that are in use meanwhile.
+      room: bytes that a trial may use.
+      peak_bytes: the most that was in use; zero while nothing was tried.
+    """
+
+    def __init__(self, there: int, room: int):
+        self.there = there
+        self.room = room
+        self.peak_bytes = 0
 
 
-def _try_out(executables: Sequence[Executable], sharding: jax.sharding.Sharding) -> None:
+def try_out(
+    executables: Sequence[tuple[Executable, int]],
+    sharding: jax.sharding.Sharding,
+    trials: Trials,
+) -> None:
+    """Warms executables and measures each, the best of a few calls on zeros.
+
+    Args:
+      executables: each with the bytes that a call takes, operands and all; one that was
+        measured before, that must not be tried, or that takes too much is left alone.
+      sharding: the device.
+      trials: what there is room for.
+    """
+    untried = [
+        (executable, nbytes)
+        for executable, nbytes in executables
+        if executable.may_be_tried and executable.seconds is None and nbytes <= trials.room
+    ]
+    if not untried:
+        return
     queue = make_queue()
     slot = queue.open_slot() if queue.has_marks else -1
-    token = jax.device_put(np.asarray(slot, np.int32), sharding)
-    for executable in executables:
-        if not executable.may_be_tried or executable.seconds is not None:
-            continue
-        arguments = [
-            jax.device_put(np.zeros(a.shape, a.dtype), sharding)
-            for a in executable.arguments
-        ]
-        arguments += [token] if executable.marked else []
-        seconds = []
-        while len(seconds) < 3 or (len(seconds) < 8 and sum(seconds) < _TRIAL_SECONDS):
-            began = time.perf_counter()
-            jax.block_until_ready(executable.call(*arguments))
-            seconds.append(time.perf_counter() - began)
-        executable.seconds = min(seconds)  # the first is slow, the others are disturbed
+    token = memory.from_numpy(np.asarray(slot, np.int32), sharding)
+    with unheard():  # zeros make NaNs that are nobody's
+        for executable, nbytes in untried:
+            executable.seconds = _seconds(executable, sharding, token)
+            trials.peak_bytes = max(trials.peak_bytes, trials.there + nbytes + 2 * GRANULE)
     if queue.has_marks:
         queue.close_slot(slot)
+
+
+def _seconds(
+    executable: Executable, sharding: jax.sharding.Sharding, token: jax.Array
+) -> float:
+    arguments = [memory.zeros(a, sharding) for a in executable.arguments]
+    arguments += [token] if executable.marked else []
+    seconds: list[float] = []
+    while len(seconds) < 3 or (len(seconds) < 8 and sum(seconds) < _TRIAL_SECONDS):
+        began = time.perf_counter()
+        jax.block_until_ready(executable.call(*arguments))
+        seconds.append(time.perf_counter() - began)
+    return min(seconds)  # the first is slow, the others are disturbed
 
 
 # -- keys ------------------------------------------------------------------------------
 
 
-def group_key(flat: FlatJaxpr, group: Group) -> Hashable:
-    """Equal for groups that compile to the same executable."""
-    numbers: dict[int, int] = {}
+def group_key(flat: FlatJaxpr, group: Group) -> tuple[Hashable, dict[Place, Hashable]]:
+    """What decides which executable a group has: all but its numbers, and its numbers."""
+    names: dict[int, int] = {}
     for v in group.inputs:
-        numbers[v] = len(numbers)
+        names[v] = len(names)
     equations = []
-    for e in group.equations:
+    written: dict[Place, Hashable] = {}
+    for k, e in enumerate(group.equations):
         equation = flat.equations[e]
-        operands = tuple(
-            _constant_key(v) if isinstance(v, Constant) else numbers[v]
-            for v in equation.inputs
-        )
+        operands: list[Hashable] = []
+        for i, v in enumerate(equation.inputs):
+            if isinstance(v, Constant):
+                operands.append(_type_key(v.type))
+                written[k, i] = _constant_key(v)
+            else:
+                operands.append(names[v])
         for v in equation.outputs:
-            numbers[v] = len(numbers)
+            names[v] = len(names)
         origin = equation.origin
         equations.append(
             (
                 origin.primitive,
                 _params_key(origin.params),
                 _context_key(origin.ctx),
-                operands,
+                tuple(operands),
             )
         )
-    return (
+    bare = (
         tuple(_type_key(flat.types[v]) for v in group.inputs),
         tuple(equations),
-        tuple(numbers[v] for v in group.outputs),
+        tuple(names[v] for v in group.outputs),
     )
+    return bare, written
 
 
 def _type_key(t: Any) -> Hashable:

@@ -121,6 +121,15 @@ def argument_avals(closed: Any, condition: Condition | None = None) -> list[Any]
     return [*(v.aval for v in invars[: condition.constants]), *own]
 
 
+def pruned_arguments(closed: Any) -> frozenset[int]:
+    """Positions of arguments that no equation reads and that are not returned: `jax.jit`
+    makes no parameters of them."""
+    jaxpr = getattr(closed, "jaxpr", closed)
+    used = {v for e in jaxpr.eqns for v in e.invars if not hasattr(v, "val")}
+    used.update(v for v in jaxpr.outvars if not hasattr(v, "val"))
+    return frozenset(i for i, v in enumerate(jaxpr.invars) if v not in used)
+
+
 class _Flattener:
     """Collects what `flatten` returns."""
 

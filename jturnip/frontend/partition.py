@@ -15,8 +15,10 @@ readers: each group that reads it repeats it.
 
 import bisect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from jturnip.frontend import costs
 from jturnip.frontend.costs import HEAVY, DeviceRates
@@ -178,11 +180,19 @@ class Partitioner:
         pieces = itertools.chain.from_iterable(self._split(s, largest) for s in segments)
         return self._groups(list(pieces))
 
-    def least_bytes(self) -> int:
-        """The bytes that enter and leave the largest equation: no cut needs less."""
-        return max(
-            (self._crossing_bytes((p, p + 1)) for p in range(len(self._order))), default=0
-        )
+    def least_bytes(self, staying: Collection[int] = ()) -> int:
+        """Bytes of what the largest heavy equation reads and writes: no cut needs less.
+
+        What only cheap equations write, fusion may never write down. Values that are
+        `staying` on the device anyway are not counted.
+        """
+        most = 0
+        for e, equation in enumerate(self._flat.equations):
+            if equation.name in HEAVY:
+                written = (v for v in equation.outputs if v in self._last_use)
+                values = {*self._reads[e], *written}.difference(staying)
+                most = max(most, sum(self._nbytes[v] for v in values))
+        return most
 
     def refine(self, groups: Sequence[Group], too_large: frozenset[int]) -> list[Group]:
         """Cuts the groups at these indices in two, where they can be cut."""
@@ -231,54 +241,32 @@ class Partitioner:
     ) -> list[tuple[int, int]]:
         """Joins neighbours of which one is too small for a launch of its own."""
         joined: list[tuple[int, int]] = []
+        before: _Segment | None = None
         small_before = False
-        for segment in segments:
-            small = self._is_small(segment)
-            if joined and (small or small_before):
-                both = (joined[-1][0], segment[1])
-                if self._held(both) <= largest:
-                    joined[-1] = both
-                    small_before = self._is_small(both)
+        for begin, end in segments:
+            own = self._segment(begin, end)
+            small = self._is_small(own)
+            if before is not None and (small or small_before):
+                before.grow(end)
+                if before.held <= largest:
+                    joined[-1] = (before.begin, end)
+                    small_before = self._is_small(before)
                     continue
-            joined.append(segment)
-            small_before = small
+            joined.append((begin, end))
+            before, small_before = own, small
         return joined
 
-    def _is_small(self, segment: tuple[int, int]) -> bool:
-        equations = self._order[segment[0] : segment[1]]
-        flops = sum(self._flops[e] for e in equations)
-        seconds = self._rates.seconds(flops, self._crossing_bytes(segment))
+    def _segment(self, begin: int, end: int) -> "_Segment":
+        segment = _Segment(self, begin)
+        segment.grow(end)
+        return segment
+
+    def _is_small(self, segment: "_Segment") -> bool:
+        seconds = self._rates.seconds(segment.flops, segment.crossing)
         return seconds < self._rates.launch_seconds
 
-    def _crossing_bytes(self, segment: tuple[int, int]) -> int:
-        inside, entering = set(), {}
-        leaving = 0
-        for e in self._order[segment[0] : segment[1]]:
-            for v in self._reads[e]:
-                if v not in inside:
-                    entering[v] = None
-            inside.update(self._flat.equations[e].outputs)
-        for v in inside:
-            if self._last_use.get(v, -1) >= segment[1]:
-                leaving += self._nbytes[v]
-        return leaving + sum(self._nbytes[v] for v in entering)
-
     def _held(self, segment: tuple[int, int]) -> int:
-        """Bytes a segment holds at once, by estimate: what enters and leaves it, and the
-        most that is alive inside it of what heavy equations write or read. The rest is
-        fused: it is never written down."""
-        begin, end = segment
-        alive = most = 0
-        ending: dict[int, int] = {}
-        for at in range(begin, end):
-            for v in self._flat.equations[self._order[at]].outputs:
-                last = self._last_use.get(v, -1)
-                if at < last < end and v in self._written_down:
-                    alive += self._nbytes[v]
-                    ending[last] = ending.get(last, 0) + self._nbytes[v]
-            most = max(most, alive)
-            alive -= ending.pop(at, 0)
-        return most + self._crossing_bytes(segment)
+        return self._segment(*segment).held
 
     def _split(self, segment: tuple[int, int], largest: int) -> list[tuple[int, int]]:
         """Cuts a segment until every piece holds little enough, or is one equation.
@@ -329,6 +317,69 @@ class Partitioner:
                 ]
             groups.append(Group(tuple(equations), tuple(entering), tuple(leaving)))
         return groups
+
+
+class _Segment:
+    """What a run of equations holds, kept while it grows at its end.
+
+    Invariant: `_alive[k]` is what is alive at position `begin + k` of the values that XLA
+    writes down and that are written and used up inside; `_ending` has, by the position of
+    their last use, the values written inside that are still to be used.
+    """
+
+    def __init__(self, of: Partitioner, begin: int):
+        self.begin = begin
+        self.flops = 0.0
+        self._of = of
+        self._end = begin
+        self._inside: set[int] = set()
+        self._entering: set[int] = set()
+        self._crossing_in = self._crossing_out = 0
+        self._ending: dict[int, list[tuple[int, int]]] = {}
+        self._alive = np.zeros(16, np.int64)
+        self._most = 0
+
+    @property
+    def crossing(self) -> int:
+        """Bytes of what enters and leaves it."""
+        return self._crossing_in + self._crossing_out
+
+    @property
+    def held(self) -> int:
+        """Bytes it holds at once, by estimate: what enters and leaves it, and the most that
+        is alive inside it of what heavy equations write or read. The rest is fused: it is
+        never written down."""
+        return self.crossing + self._most
+
+    def grow(self, end: int) -> None:
+        """Takes in the positions up to `end`."""
+        of = self._of
+        nbytes, last_use = of._nbytes, of._last_use
+        while end - self.begin > len(self._alive):
+            self._alive = np.concatenate([self._alive, np.zeros_like(self._alive)])
+        for at in range(self._end, end):
+            e = of._order[at]
+            self.flops += of._flops[e]
+            for v in of._reads[e]:
+                if v not in self._inside and v not in self._entering:
+                    self._entering.add(v)
+                    self._crossing_in += nbytes[v]
+            for v in of._flat.equations[e].outputs:
+                self._inside.add(v)
+                last = last_use.get(v, -1)
+                if last > at:
+                    self._crossing_out += nbytes[v]
+                    self._ending.setdefault(last, []).append((at, v))
+            for start, v in self._ending.pop(at, ()):
+                self._crossing_out -= nbytes[v]
+                if v in of._written_down:
+                    self._lived(start, at, nbytes[v])
+        self._end = end
+
+    def _lived(self, start: int, last: int, nbytes: int) -> None:
+        alive = self._alive[start - self.begin : last + 1 - self.begin]
+        alive += nbytes
+        self._most = max(self._most, int(alive.max()))
 
 
 def _between(ordered: Sequence[int], lowest: int, highest: int) -> Sequence[int]:

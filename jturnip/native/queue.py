@@ -61,6 +61,8 @@ class PythonQueue:
     def __init__(self) -> None:
         # Its methods are single calls into C: Ctrl-C cannot leave it locked.
         self._completions: queue.SimpleQueue[tuple[int, float]] = queue.SimpleQueue()
+        # When the last that was drained was pushed.
+        self._latest = 0.0
 
     def push(self, id: int) -> None:
         self._completions.put((id, time.perf_counter()))
@@ -75,6 +77,10 @@ class PythonQueue:
                 taken.append(self._completions.get(timeout=timeout))
             while True:
                 taken.append(self._completions.get_nowait())
+        # Two threads may look at the clock in one order and push in the other.
+        for k, (id, when) in enumerate(taken):
+            self._latest = max(self._latest, when)
+            taken[k] = id, self._latest
         return taken
 
     def open_slot(self) -> int:

@@ -10,15 +10,7 @@ from collections import OrderedDict, defaultdict, deque
 from typing import NamedTuple
 
 from jturnip.graph.memgraph import OpId, Ranges
-
-
-# The granule of JAX's GPU allocator: every buffer takes a multiple of it.
-ALIGNMENT = 256
-
-
-def padded(nbytes: int) -> int:
-    """Bytes that a buffer of `nbytes` takes in the arena."""
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+from jturnip.units import padded
 
 
 class _Block(NamedTuple):

@@ -28,9 +28,9 @@ from jturnip.graph.memgraph import (
     Ranges,
 )
 from jturnip.graph.taskgraph import BufferId, Place, Task, TaskGraph, TaskId
-from jturnip.planner.allocator import Arena, padded
+from jturnip.planner.allocator import Arena
 from jturnip.planner.strategies import STRATEGIES, Strategy
-from jturnip.units import format_bytes
+from jturnip.units import format_bytes, padded
 
 
 _NEVER = 1 << 60  # the next use of a buffer that no task will read again
@@ -89,7 +89,11 @@ def check_budget(graph: TaskGraph, gpu_bytes: int) -> None:
 
 
 def does_not_fit(
-    graph: TaskGraph, gpu_bytes: int, needed_bytes: int, reserve_bytes: int = 0
+    graph: TaskGraph,
+    gpu_bytes: int,
+    needed_bytes: int,
+    reserve_bytes: int = 0,
+    taken_bytes: int = 0,
 ) -> DoesNotFit:
     """The error for a budget of `gpu_bytes` where `needed_bytes` are needed.
 
@@ -98,18 +102,25 @@ def does_not_fit(
       gpu_bytes: the budget, in bytes.
       needed_bytes: the smallest budget that would do, in bytes.
       reserve_bytes: the part of that which no plan may use.
+      taken_bytes: the part of it that others take meanwhile.
     """
     asked = f"gpu_bytes is {gpu_bytes} ({format_bytes(gpu_bytes)})"
     advice = f"raise gpu_bytes to at least {needed_bytes} ({format_bytes(needed_bytes)})"
     at_start, kept = _bytes_at_start(graph), resident_bytes(graph)
     largest = max(graph.tasks, key=lambda t: task_bytes(graph, t), default=None)
-    if largest is None or at_start > max(gpu_bytes, kept + task_bytes(graph, largest)):
+    others = (
+        f", while other values take {format_bytes(taken_bytes)}" if taken_bytes else ""
+    )
+    room = gpu_bytes - taken_bytes
+    if largest is None or at_start > max(room, kept + task_bytes(graph, largest)):
         message = (
-            f"arguments that already lie on the device take {format_bytes(at_start)};"
-            f" {asked}. Hold them in host memory with jturnip.host(tree), or {advice}."
+            f"arguments that already lie on the device take {format_bytes(at_start)}"
+            f"{others}; {asked}. Hold them in host memory with jturnip.host(tree), or"
+            f" {advice}."
         )
     else:
         beside = f", beside {format_bytes(kept)} of arguments on the device" if kept else ""
+        beside += others
         if reserve_bytes:
             beside += f", and {format_bytes(reserve_bytes)} are jturnip's own"
         # A few bytes there are not what is in the way.

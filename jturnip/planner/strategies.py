@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from jturnip.graph.taskgraph import TaskGraph
-from jturnip.planner.allocator import padded
+from jturnip.units import padded
 
 
 # (task position) → the layer it belongs to

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jturnip import compat, placement
+from jturnip import compat, memory, placement
 from jturnip.compat import Device
 from jturnip.compiler import nans
 from jturnip.compiler.executables import Executable
@@ -26,9 +26,10 @@ from jturnip.graph.taskgraph import TaskGraph
 from jturnip.native.queue import CompletionQueue, make_queue
 from jturnip.runtime import waiters
 from jturnip.runtime.hoststacks import Assembly
-from jturnip.runtime.link import LinkThreads, SimulatedLink
+from jturnip.runtime.link import LinkClock, SimulatedLink
 from jturnip.runtime.schedule import COMPUTE, D2H, H2D, NONE, Schedule
 from jturnip.runtime.state import Limits
+from jturnip.units import GRANULE
 
 
 # How long the loop sleeps before it looks for failures that push nothing, in seconds.
@@ -43,6 +44,7 @@ class Step(NamedTuple):
     marked: bool
     reads: tuple[int, ...]
     writes: tuple[int, ...]
+    numbers: tuple[np.ndarray, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,22 +68,25 @@ def make_program(
     memgraph: MemGraph,
     schedule: Schedule,
     executables: Sequence[Executable],
+    numbers: Sequence[tuple[np.ndarray, ...]],
     device: Device,
     blame: Callable[[int, Sequence[Any], nans.Kinds], FloatingPointError],
 ) -> Program:
-    """Binds a plan to executables (indexed by `Task.executable`) and a device."""
+    """Binds a plan to executables (indexed by `Task.executable`), to the numbers that each
+    task passes to its own, and to a device."""
     waiters.start()
     host_readers = [0] * len(memgraph.instances)
     steps = []
     for op, engine in zip(memgraph.ops, schedule.engines, strict=True):
-        call, marked = None, False
+        call, marked, passed = None, False, ()
         if engine == COMPUTE:
             assert op.task is not None
             executable = executables[graph.tasks[op.task].executable]
             call, marked = executable.call, executable.marked
+            passed = numbers[op.task]
         elif engine == H2D:
             host_readers[op.reads[0]] += 1
-        steps.append(Step(engine, call, marked, op.reads, op.writes))
+        steps.append(Step(engine, call, marked, op.reads, op.writes, passed))
     return Program(
         graph,
         memgraph,
@@ -130,7 +135,7 @@ class DeviceEngines:
         self.suspect: FloatingPointError | None = None
         # What waiter threads are doing for this run.
         self._waiting: dict[int, waiters.Job] = {}
-        self._link = None if link is None else LinkThreads(link, self._queue.push)
+        self._link = None if link is None else LinkClock(link, self._queue.push)
 
     # -- the Engines protocol ----------------------------------------------------------
 
@@ -198,14 +203,13 @@ class DeviceEngines:
     def _run(self, op: int, step: Step) -> None:
         arrays = self.arrays
         operands = [arrays[i] for i in step.reads]
-        assert step.call is not None
         if step.marked:
             slot, token = self._marks.take()
             self._queue.arm(slot, op)
             self._slot_of[op] = slot
-            *results, done = step.call(*operands, token)
+            *results, done = _called(step, operands, token)
         else:
-            *results, done = step.call(*operands)
+            *results, done = _called(step, operands)
             self._wait_for(op, done)
         # Only the last result is kept until the run is over: the others' bytes may be
         # needed by then.
@@ -229,7 +233,7 @@ class DeviceEngines:
         to_host = step.engine == D2H
         target = program.host_sharding if to_host else program.device_sharding
         source, written = self.arrays[step.reads[0]], step.writes[0]
-        array = compat.copy_to(source, target)
+        array = memory.transferred(source, target)
         self.arrays[written] = array
         self._in_flight[op] = array
         put = None
@@ -335,6 +339,14 @@ class DeviceEngines:
         return ExecutionError(f"{what} failed: {error}")
 
 
+def _called(step: Step, operands: Sequence[Any], *token: jax.Array) -> Sequence[Any]:
+    assert step.call is not None
+    if not step.numbers:
+        return step.call(*operands, *token)
+    with jax.transfer_guard("allow"):  # a number in the program is nobody's transfer
+        return step.call(*operands, *step.numbers, *token)
+
+
 class MarkSlots:
     """A queue and the slots its marks fire on, for one run at a time."""
 
@@ -350,8 +362,13 @@ class MarkSlots:
 
     def _open(self) -> tuple[int, jax.Array]:
         slot = self.queue.open_slot()
-        self._tokens[slot] = jax.device_put(np.int32(slot), self.sharding)
+        self._tokens[slot] = memory.from_numpy(np.asarray(slot, np.int32), self.sharding)
         return slot, self._tokens[slot]
+
+    @property
+    def nbytes(self) -> int:
+        """Device bytes of the slots' numbers, and of as many results of marks."""
+        return 2 * len(self._tokens) * GRANULE
 
     def take(self) -> tuple[int, jax.Array]:
         """A slot, and its number as a device array."""

@@ -1,15 +1,12 @@
 """Large arrays in host memory, read and written some rows at a time.
 
-Reading: the rows of an argument become arrays of their own, which share its memory where
-the backend allows that (the CPU's does); elsewhere they are copies, made once for each
-array and let go of with it. Writing: a result's parts are copied to their rows as they
-arrive, into the memory of a donated argument if nobody else knows that memory.
+Reading: the rows of an argument are views of its memory, of which no copy is kept. Writing:
+a result's parts are copied to their rows as they arrive, into the memory of a donated
+argument if nobody else knows that memory.
 """
 
 import ctypes
 import functools
-import threading
-import weakref
 from collections.abc import Callable, Container, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
@@ -17,60 +14,32 @@ from typing import Any
 import jax
 import numpy as np
 
+from jturnip import compat, memory
 from jturnip.frontend.values import Type
-
-
-# XLA's CPU client shares numpy's memory if it begins at a multiple of this.
-_ALIGNMENT = 64
-
-_LOCK = threading.Lock()
-# id of an array → what dies with it.
-_COPIES: dict[int, tuple[Any, dict[tuple[tuple[int, int], ...], list[jax.Array]]]] = {}
-
-
-def view(array: jax.Array) -> np.ndarray:
-    """The contents of an array in host memory, not copied where that can be helped.
-
-    Keeps the memory alive, even if the array is deleted.
-    """
-    return np.asarray(array.addressable_data(0))
+from jturnip.memory import view
 
 
 def rows_of(
-    array: jax.Array, cuts: tuple[tuple[int, int], ...], keep: bool
-) -> list[jax.Array]:
-    """Some rows of an array in host memory, as arrays there.
+    array: jax.Array, cuts: tuple[tuple[int, int], ...]
+) -> list[jax.Array | np.ndarray]:
+    """Some rows of an array in host memory, to be read from there.
 
     Args:
       array: in `pinned_host` memory.
       cuts: first and past last row of each.
-      keep: whether copies, if there must be any, are kept for the next time.
+
+    Returns:
+      For each cut an array that shares its memory; where the backend has none such (the
+      CPU's has where rows begin at whole cache lines), numpy's view of it.
     """
-    with _LOCK:
-        known = _COPIES.get(id(array))
-        if known is not None and cuts in known[1]:
-            return known[1][cuts]
     contents = view(array)
     pieces = [contents[start:stop] for start, stop in cuts]
-    rows = [jax.device_put(p, array.sharding) for p in pieces]
-    if keep and not all(_is_shared(p, array) for p in pieces):
-        _remember(array, cuts, jax.block_until_ready(rows))
-    return rows
-
-
-def _is_shared(piece: np.ndarray, array: jax.Array) -> bool:
-    return _is_within_reach(array) and piece.ctypes.data % _ALIGNMENT == 0
-
-
-def _remember(
-    array: jax.Array, cuts: tuple[tuple[int, int], ...], rows: list[jax.Array]
-) -> None:
-    key = id(array)
-    with _LOCK:
-        if key not in _COPIES:
-            gone = weakref.ref(array, lambda _: _COPIES.pop(key, None))
-            _COPIES[key] = gone, {}
-        _COPIES[key][1][cuts] = rows
+    if not _is_within_reach(array):
+        return list(pieces)
+    return [
+        p if p.ctypes.data % memory.ALIGNMENT else memory.from_numpy(p, array.sharding)
+        for p in pieces
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +129,7 @@ class Assembly:
             np.copyto(self._target[number][start:stop], view(array))
         self._late.clear()
         results = [
-            jax.device_put(target, sharding) if taken is None else taken
+            memory.from_numpy(target, sharding) if taken is None else taken
             for taken, target in zip(self._taken, self._target, strict=True)
         ]
         self._target.clear()
@@ -177,12 +146,13 @@ def taken_over(
     device's arrays there is no array. With `copied` the array stays the caller's.
     """
     if copied or not _is_within_reach(array):
-        memory = _empty(Type.of(array))
-        np.copyto(memory, view(array))
+        contents = _empty(Type.of(array))
+        np.copyto(contents, view(array))
         if not copied:
             array.delete()
-        return None, memory
-    taken = _moved(array.sharding)(array)
+        return None, contents
+    # Committed: XLA takes one that is not for an array on the device, and ends the process.
+    taken = _moved(array.sharding)(compat.settled(array, committed=True))
     array.delete()
     return taken, _writable(view(taken))
 
@@ -199,14 +169,11 @@ def _is_within_reach(array: jax.Array) -> bool:
 
 
 def _empty(t: Type) -> np.ndarray:
-    nbytes = int(np.prod(t.shape, dtype=np.int64)) * t.dtype.itemsize
-    memory = np.empty(nbytes + _ALIGNMENT, np.uint8)
-    begin = -memory.ctypes.data % _ALIGNMENT
-    return memory[begin : begin + nbytes].view(t.dtype).reshape(t.shape)
+    return memory.empty(t.shape, t.dtype)
 
 
 def _writable(contents: np.ndarray) -> np.ndarray:
     """The same memory without numpy's protection."""
-    memory: Any = (ctypes.c_uint8 * contents.nbytes).from_address(contents.ctypes.data)
-    memory.contents = contents  # keeps it alive
-    return np.frombuffer(memory, contents.dtype).reshape(contents.shape)
+    cells: Any = (ctypes.c_uint8 * contents.nbytes).from_address(contents.ctypes.data)
+    cells.contents = contents  # keeps it alive
+    return np.frombuffer(cells, contents.dtype).reshape(contents.shape)

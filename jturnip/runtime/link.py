@@ -4,6 +4,9 @@ On a machine without an accelerator a copy between memories is quick; a simulate
 shows what a slow one does to a plan, to its order and to its stall.
 """
 
+import contextlib
+import heapq
+import itertools
 import math
 import queue
 import random
@@ -43,44 +46,75 @@ class SimulatedLink:
                 raise ValueError(f"{name}={getattr(self, name)} must be zero or more")
 
 
-class LinkThreads:
-    """One thread per direction, which tells completions when the link would be done.
+class LinkClock:
+    """One run's transfers over a simulated link: tells when each would be over.
 
-    Each direction moves one buffer at a time, in the order in which they could begin.
+    Each direction moves one buffer at a time, in the order in which they could begin. One
+    thread, the process's, tells the completions of all runs.
     """
 
     def __init__(self, link: SimulatedLink, push: Callable[[int], None]):
+        _start()
         self._push = push
         self._random = (random.Random(link.seed), random.Random(link.seed + 1))
         self._link = link
-        self._inboxes = (queue.SimpleQueue(), queue.SimpleQueue())
-        self._closed = threading.Event()
-        self._threads = [
-            threading.Thread(target=self._serve, args=(d,), daemon=True) for d in (0, 1)
-        ]
-        for thread in self._threads:
-            thread.start()
+        # When each direction is free again.
+        self._free = [0.0, 0.0]
+        self._closed = False
 
     def deliver(self, op: int, nbytes: int, to_host: bool, began: float) -> None:
         """A copy that could begin at `began` has really been made."""
-        self._inboxes[to_host].put((op, nbytes, began))
+        _inbox.put((self, op, nbytes, to_host, began))
 
     def close(self) -> None:
-        """Ends the threads at once; completions that are not told yet never will be."""
-        self._closed.set()
-        for inbox in self._inboxes:
-            inbox.put(None)
-        for thread in self._threads:
-            thread.join()
+        """Completions that are not told yet never will be."""
+        self._closed = True
+        _inbox.put(None)
 
-    def _serve(self, direction: int) -> None:
+    def _over(self, nbytes: int, to_host: bool, began: float) -> float:
         link = self._link
-        rate = (link.h2d_bytes_per_second, link.d2h_bytes_per_second)[direction]
-        inbox, rng, free = self._inboxes[direction], self._random[direction], 0.0
-        while (item := inbox.get()) is not None:
-            op, nbytes, began = item
-            longer = 1.0 + link.jitter * rng.random()
-            free = max(free, began) + nbytes / rate * longer
-            left = free + link.latency_seconds - time.perf_counter()
-            if not self._closed.wait(max(0.0, left)):
-                self._push(op)
+        rate = link.d2h_bytes_per_second if to_host else link.h2d_bytes_per_second
+        longer = 1.0 + link.jitter * self._random[to_host].random()
+        self._free[to_host] = max(self._free[to_host], began) + nbytes / rate * longer
+        return self._free[to_host] + link.latency_seconds
+
+    def _tell(self, op: int) -> None:
+        if not self._closed:
+            self._push(op)
+
+
+# Copies that were made, and None for a run that is over.
+_inbox: "queue.SimpleQueue[tuple[LinkClock, int, int, bool, float] | None]"
+_inbox = queue.SimpleQueue()
+_starting = threading.Lock()
+_thread: threading.Thread | None = None
+
+
+def _start() -> None:
+    """Starts the thread, once."""
+    global _thread
+    with _starting:
+        if _thread is None:
+            _thread = threading.Thread(target=_serve, name="jturnip-link", daemon=True)
+            _thread.start()
+
+
+def _serve() -> None:
+    # When each is over, and in which order they were made.
+    due: list[tuple[float, int, LinkClock, int]] = []
+    for number in itertools.count():
+        left = max(0.0, due[0][0] - time.perf_counter()) if due else None
+        with contextlib.suppress(queue.Empty):
+            made = _inbox.get(timeout=left)
+            if made is not None:
+                clock, op, nbytes, to_host, began = made
+                when = clock._over(nbytes, to_host, began)
+                heapq.heappush(due, (when, number, clock, op))
+            else:
+                due = [entry for entry in due if not entry[2]._closed]
+                heapq.heapify(due)
+            made = clock = None
+        while due and due[0][0] <= time.perf_counter():
+            _, _, clock, op = heapq.heappop(due)
+            clock._tell(op)
+            clock = None

@@ -6,6 +6,7 @@ as long as it does. They are handed jobs through a `SimpleQueue`, whose methods 
 calls into C: Ctrl-C in the middle of handing over cannot leave anything locked.
 """
 
+import atexit
 import queue
 import threading
 import time
@@ -17,7 +18,9 @@ import jax
 
 # More than one run may have in flight in all its engines.
 _THREADS = 16
-_inbox: "queue.SimpleQueue[Job]" = queue.SimpleQueue()
+# How long the end of the process waits for each.
+_LAST_JOB_SECONDS = 10.0
+_inbox: "queue.SimpleQueue[Job | None]" = queue.SimpleQueue()
 _starting = threading.Lock()
 _started: list[threading.Thread] = []
 
@@ -61,6 +64,8 @@ class Job:
 def start() -> None:
     """Starts the threads, once."""
     with _starting:
+        if not _started:
+            atexit.register(_finish)
         while len(_started) < _THREADS:
             name = f"jturnip-waiter-{len(_started)}"
             thread = threading.Thread(target=_serve, name=name, daemon=True)
@@ -74,5 +79,22 @@ def submit(job: Job) -> None:
 
 
 def _serve() -> None:
-    while True:
-        _inbox.get().run()
+    while _next():
+        pass
+
+
+def _next() -> bool:
+    """Does a job, and holds nothing of it afterwards; whether there may be more."""
+    job = _inbox.get()
+    if job is not None:
+        job.run()
+    return job is not None
+
+
+def _finish() -> None:
+    """Lets every thread end: one that the interpreter ends while it waits inside XLA takes
+    the process with it."""
+    for _ in _started:
+        _inbox.put(None)
+    for thread in _started:
+        thread.join(_LAST_JOB_SECONDS)

@@ -1,0 +1,208 @@
+"""The only place that makes arrays while a function is compiled or called.
+
+What is on the device is in the account of a call: a plan's slots, and what `device_bytes`
+says of arrays that are in no plan. So that nothing else is there, everything goes through
+this module or is the result of a task's executable (a test sees to both).
+"""
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jturnip import compat, placement
+from jturnip.compat import Device
+from jturnip.placement import Wanted, Whose, is_on_host, sharding
+from jturnip.units import padded
+
+
+Tree = TypeVar("Tree")
+
+# XLA's CPU client shares numpy's memory if it begins at a multiple of this.
+ALIGNMENT = 64
+
+
+def host(tree: Tree) -> Tree:
+    """Copies every array of a tree to pinned host memory.
+
+    Args:
+      tree: arrays of any kind: JAX arrays in any memory, numpy arrays, Python numbers.
+
+    Returns:
+      The same tree of JAX arrays with memory kind `pinned_host`, on the device (or the
+      default device) each array was on. Nothing is shared with what was given, and no more
+      is made than that.
+
+    Raises:
+      UnsupportedError: for an array spread over several devices.
+    """
+
+    def copied(leaf: Any) -> jax.Array:
+        device = placement.device_of(leaf) or compat.default_device()
+        pinned = sharding(device, on_host=True)
+        is_number = isinstance(leaf, bool | int | float | complex)
+        if is_number or (isinstance(leaf, jax.Array) and _is_more_than_numpy(leaf)):
+            # They are small, so they may pass through the device.
+            leaf = jax.device_put(leaf, sharding(device, on_host=False))
+        if isinstance(leaf, jax.Array) and not is_on_host(leaf):
+            return jax.device_put(leaf, pinned)
+        # The contents in numpy's hands: the CPU backend would take them as they are.
+        contents = view(leaf) if isinstance(leaf, jax.Array) else np.asarray(leaf)
+        return _own_copy(contents, pinned)
+
+    return jax.block_until_ready(jax.tree.map(copied, tree))
+
+
+def _own_copy(contents: np.ndarray, where: jax.sharding.Sharding) -> jax.Array:
+    """Numpy's contents in memory of our own, held once.
+
+    The CPU backend takes numpy's memory as it is where it begins at a whole cache line,
+    even if asked not to, and copies it elsewhere. So it is given a copy that it will take.
+    """
+    dtype = jax.dtypes.canonicalize_dtype(contents.dtype)
+    if next(iter(where.device_set)).platform == "cpu":
+        memory = empty(contents.shape, dtype)
+        np.copyto(memory, contents, casting="unsafe")
+        contents = memory
+    return jax.device_put(contents, where)
+
+
+def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Memory of numpy's that the CPU backend takes as it is."""
+    nbytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+    memory = np.empty(nbytes + ALIGNMENT, np.uint8)
+    begin = -memory.ctypes.data % ALIGNMENT
+    return memory[begin : begin + nbytes].view(dtype).reshape(shape)
+
+
+def _is_more_than_numpy(array: jax.Array) -> bool:
+    """Whether it is a key or weakly typed, which numpy's arrays never are."""
+    is_key = jnp.issubdtype(array.dtype, jax.dtypes.extended)
+    return is_key or bool(getattr(array, "weak_type", False))
+
+
+def view(array: jax.Array) -> np.ndarray:
+    """The contents of an array in host memory, not copied where that can be helped.
+
+    Keeps the memory alive, even if the array is deleted.
+    """
+    return np.asarray(array.addressable_data(0))
+
+
+# (id of a closed-over array, device) → its copy in its place, while a program has that.
+_PLACED: "weakref.WeakValueDictionary[Any, jax.Array]" = weakref.WeakValueDictionary()
+
+
+def placed_for_good(array: Any, device: Device) -> jax.Array:
+    """A closed-over array in its place: on the device if it is small, else on the host.
+
+    What numpy holds is copied once for all programs that close over it while it stays what
+    it is. As under `jax.jit`, changing it later changes no program that is there already.
+    """
+    holder = placement.whose(array, False)
+    if not holder.ours:
+        return array
+    key = id(array), device
+    found = _PLACED.get(key)
+    if found is None or not _is_still(found, np.asarray(array)):
+        there = sharding(device, holder.on_host)
+        found = _PLACED[key] = _own_copy(np.asarray(array), there)
+    return found
+
+
+def _is_still(copied: jax.Array, contents: np.ndarray) -> bool:
+    same = (copied.shape, copied.dtype) == (contents.shape, contents.dtype)
+    as_bytes = lambda a: np.ascontiguousarray(a).view(np.uint8)
+    return same and np.array_equal(as_bytes(np.asarray(copied)), as_bytes(contents))
+
+
+def copy(array: jax.Array) -> jax.Array:
+    """Another array of the same contents in the same place."""
+    return host(array) if is_on_host(array) else jnp.copy(array)
+
+
+def moved(array: jax.Array, on_host: bool) -> jax.Array:
+    """A copy of an array in the other memory of its device; committed, typed as what it is.
+
+    JAX's transfer leaves an array that does not know which memory it is in, and XLA ends
+    the process where it meets one that is not committed either.
+    """
+    there = sharding(placement.device_of(array), on_host)
+    return compat.settled(compat.copy_to(array, there), committed=True)
+
+
+def transferred(array: Any, where: jax.sharding.Sharding) -> jax.Array:
+    """What a transfer engine does: the same, as quick as can be, also from a view of
+    numpy's. For arrays that only tasks and transfers see."""
+    if type(array) is np.ndarray:
+        return from_numpy(array, where)
+    return compat.copy_to(array, where)
+
+
+def from_numpy(contents: np.ndarray, where: jax.sharding.Sharding) -> jax.Array:
+    """An array of numpy's contents, which nobody may change any more.
+
+    It is ours, and no transfer that the user may have forbidden.
+    """
+    with jax.transfer_guard("allow"):
+        return compat.put(contents, where)
+
+
+def zeros(struct: jax.ShapeDtypeStruct, where: jax.sharding.Sharding) -> jax.Array:
+    """Zeros, to try an executable out."""
+    return from_numpy(np.zeros(struct.shape, struct.dtype), where)
+
+
+def in_their_places(
+    leaves: Sequence[Any], holders: Sequence[Whose], device: Device
+) -> list[Any]:
+    """Arguments as a call finds them: those that are ours are put where the plan has them."""
+    return [
+        leaf
+        if isinstance(leaf, jax.Array) and not holder.ours
+        else compat.put(leaf, sharding(device, holder.on_host))
+        for leaf, holder in zip(leaves, holders, strict=True)
+    ]
+
+
+def placed(leaf: Any, where: Any) -> Any:
+    """An argument or a result where the user says that it is, committed to it."""
+    if where is None:
+        return leaf
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        weak = getattr(leaf, "weak_type", False)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=weak, sharding=where)
+    if isinstance(leaf, jax.Array) and leaf.sharding == where and leaf.committed:
+        return leaf
+    return jax.device_put(leaf, where)
+
+
+def finished(results: list[Any], wanted: Wanted) -> list[Any]:
+    """Results where they are wanted; nothing moves that is there already."""
+    for i in wanted.back:
+        back = jax.block_until_ready(moved(results[i], on_host=False))
+        results[i] = compat.settled(back, wanted.committed)
+    for i, result in enumerate(results):
+        where = wanted.shardings[i] if wanted.shardings else None
+        if where is None and wanted.mesh is not None:
+            kind = result.sharding.memory_kind
+            where = jax.sharding.NamedSharding(
+                wanted.mesh, jax.sharding.PartitionSpec(), memory_kind=kind
+            )
+        # Also where it is there already, since what is asked for is committed.
+        if where is not None:
+            results[i] = placed(result, where)
+    return results
+
+
+def device_bytes(arrays: Iterable[Any]) -> int:
+    """Bytes on the device of some arrays, each counted once."""
+    there = {
+        id(a): a.nbytes
+        for a in arrays
+        if isinstance(a, jax.Array) and not a.is_deleted() and not is_on_host(a)
+    }
+    return sum(map(padded, there.values()))

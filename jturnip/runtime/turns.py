@@ -1,0 +1,84 @@
+"""Whose turn it is on the device, among the calls of one function.
+
+The budget is the function's: for all signatures, threads and calls that nobody has waited
+for. Runs of plans take turns, and wait for what whole calls still compute. Whole calls go
+ahead as under `jax.jit`; those that copy arguments to the device wait until there is room.
+"""
+
+import contextlib
+import threading
+import weakref
+from typing import Any, Protocol
+
+import jax
+
+from jturnip import compat
+from jturnip.runtime import waiters
+
+
+class Owner(Protocol):
+    """A program that keeps something of its own on the device between its runs."""
+
+    def leave(self) -> None:
+        """Lets go of it."""
+        ...
+
+
+class Turn:
+    """One function's. Whoever calls a method but `dispatched` and `copied` has the lock.
+
+    Invariant: `_under_way` has an entry for every whole call that copied arguments and
+    whose result nobody has seen ready: its bytes, and that result until it is.
+    """
+
+    def __init__(self) -> None:
+        # Taken by `with` where it is needed, so that Ctrl-C cannot leave it locked.
+        self.lock = threading.RLock()
+        self._owner: weakref.ref[Owner] | None = None
+        self._under_way: list[tuple[int, list[Any]]] = []
+        # The last plain call's first result in each thread.
+        self._last: dict[int, weakref.ref[Any]] = {}
+
+    def alone(self, owner: Owner | None) -> None:
+        """Waits until nothing else of the function is on the device."""
+        before = self._owner() if self._owner is not None else None
+        if before is not None and before is not owner:
+            before.leave()
+        self._owner = None if owner is None else weakref.ref(owner)
+        self.make_room(0)
+        while self._last:
+            _, last = self._last.popitem()
+            _wait(last())
+
+    def make_room(self, nbytes: int) -> None:
+        """Waits until whole calls that copied arguments take no more than `nbytes`."""
+        while self._under_way:
+            self._under_way = [entry for entry in self._under_way if entry[1]]
+            if sum(n for n, _ in self._under_way) <= nbytes:
+                return
+            _wait(*self._under_way.pop(0)[1])
+
+    def dispatched(self, results: Any) -> None:
+        """A plain call gave these results, all of which are ready together."""
+        first = results
+        while type(first) in (tuple, list) and first:
+            first = first[0]
+        if not isinstance(first, jax.Array):
+            first = next(iter(jax.tree.leaves(results)), None)
+        if type(first) is compat.array_type():
+            self._last[threading.get_ident()] = weakref.ref(first)
+
+    def copied(self, nbytes: int, result: Any) -> None:
+        """A call that copied arguments takes `nbytes` until this result is ready."""
+        cell = [result]
+        self._under_way.append((nbytes, cell))
+        waiters.start()
+        waiters.submit(waiters.Job([result], lambda error, ready: cell.clear()))
+
+
+def _wait(*arrays: Any) -> None:
+    for array in arrays:
+        # What went wrong with it, or who deleted it, is its caller's matter.
+        with contextlib.suppress(Exception):
+            if array is not None and not array.is_deleted():
+                jax.block_until_ready(array)

@@ -98,7 +98,8 @@ def put(array: Any, sharding: Any) -> Any:
 @functools.lru_cache(maxsize=1024)
 def _abstract(shape: tuple[int, ...], dtype: Any, on_host: bool) -> Any:
     space = jax.memory.Space.Host if on_host else jax.memory.Space.Device
-    return jax.core.ShapedArray(shape, dtype).update(memory_space=space)
+    made: Any = jax.typeof(jax.ShapeDtypeStruct(shape, dtype))
+    return made.update(memory_space=space)
 
 
 def forget_failed_tokens() -> None:

@@ -7,7 +7,7 @@ import collections
 import contextlib
 import dataclasses
 import gc
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,7 +67,8 @@ _RATES = {
 _LINKS = {"cpu": Link(5e9, 5e9), "gpu": Link(2.5e10, 2.5e10)}
 
 
-_NOTHING_KNOWN = Returned()
+# Of results: that any may lie anywhere.
+NOTHING_KNOWN = Returned()
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +146,7 @@ def split(
     to_host: Collection[int] = (),
     finest: bool = False,
     repeated: bool = False,
-    returned: Returned = _NOTHING_KNOWN,
+    returned: Returned = NOTHING_KNOWN,
     made: list[Executable] | None = None,
 ) -> Split:
     """Cuts a function into tasks that fit in a budget, and compiles them.
@@ -247,8 +248,8 @@ def leaving(
     arena: int,
     least: Callable[[Collection[BufferId]], int] = lambda there: 0,
 ) -> frozenset[int]:
-    """Results that go to host memory, since there is no room for them on the device, or none
-    that would be left for the function to be called with them.
+    """Results that go to host memory, since there is no room for them on the device, or
+    none would be left for the function to be called with them.
 
     Args:
       flat: the function.
@@ -531,10 +532,8 @@ def reuses(flat: FlatJaxpr, arguments: Arguments) -> dict[int, int]:
 
 
 def at_home(flat: FlatJaxpr, arguments: Arguments) -> frozenset[int]:
-    """Results that stay where an argument in host memory was: it is returned, or re-used."""
-    on_host = {
-        v for v, w in zip(flat.inputs, arguments.whose, strict=True) if w.on_host
-    }
+    """Results in the place of an argument in host memory, which is returned or re-used."""
+    on_host = {v for v, w in zip(flat.inputs, arguments.whose, strict=True) if w.on_host}
     returned = {at for at, output in enumerate(flat.outputs) if output in on_host}
     return frozenset(returned.union(reuses(flat, arguments)))
 

@@ -159,7 +159,7 @@ def zeros(struct: jax.ShapeDtypeStruct, where: jax.sharding.Sharding) -> jax.Arr
 def in_their_places(
     leaves: Sequence[Any], holders: Sequence[Whose], device: Device
 ) -> list[Any]:
-    """Arguments as a call finds them: those that are ours are put where the plan has them."""
+    """Arguments as a call finds them: what is ours is put where the plan has it."""
     return [
         leaf
         if isinstance(leaf, jax.Array) and not holder.ours

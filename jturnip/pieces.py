@@ -181,9 +181,7 @@ class LoopRunner:
                 stay = frozenset(i + len(constants) for i in kept)
                 goes_on, *carried = body.run(arguments, stay)
                 ran = together([body.last_run])
-                total = together(
-                    [total, _with_peak(ran, 0, staying + self._beside_body)]
-                )
+                total = together([total, _with_peak(ran, 0, staying + self._beside_body)])
                 # What came back as it was is still the caller's.
                 kept = {i for i in kept if carried[i] is arguments[i + len(constants)]}
                 del arguments

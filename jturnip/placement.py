@@ -258,9 +258,10 @@ class Returned:
         for at, tree in _with_positions(elements):
             count = len(jax.tree.leaves(tree))
             groups.append(frozenset(range(at, at + count)).difference(placed))
-            same = next((k for k, (_, looks) in enumerate(free) if looks == _looks(tree)), None)
-            if same is not None:
-                first, _ = free.pop(same)
+            looks = _looks(tree)
+            same = [k for k, (_, other) in enumerate(free) if other == looks]
+            if same:
+                first, _ = free.pop(same[0])
                 again += [(at + k, first + k) for k in range(count)]
         return cls(tuple(groups), tuple(again))
 

@@ -61,7 +61,7 @@ class How:
     executables: list[Any] = field(default_factory=list, compare=False, hash=False)
 
     # How the function's results belong together; of what is inside it, nothing is known.
-    returned: Returned = Returned()
+    returned: Returned = lowering.NOTHING_KNOWN
 
     @property
     def tight(self) -> bool:
@@ -115,7 +115,6 @@ class Straight:
     def given(self) -> Arguments:
         return self.split.arguments
 
-
     @property
     def constants(self) -> Constants:
         return lowering.constants_on_device(self.split.flat)
@@ -151,7 +150,6 @@ class Loop:
     def constants(self) -> Constants:
         return _all_constants((self.condition, self.body))
 
-
     @property
     def report(self) -> CompileReport:
         return self.condition.report.beside(self.body.report)
@@ -168,7 +166,6 @@ class Choice:
     @property
     def constants(self) -> Constants:
         return _all_constants(self.branches)
-
 
     @property
     def report(self) -> CompileReport:
@@ -231,7 +228,6 @@ class Chain:
     def constants(self) -> Constants:
         own = lowering.constants_on_device(self.flat)
         return {**own, **_all_constants([s.program for s in self.stages])}
-
 
     @property
     def report(self) -> CompileReport:
@@ -343,7 +339,7 @@ def _may_be_called_again(
     if again == made.given:
         return True
     forwarded = [i for i, w in enumerate(again.whose) if w.donated]
-    alone = dataclasses.replace(how, returned=Returned(), trials=None)
+    alone = dataclasses.replace(how, returned=lowering.NOTHING_KNOWN, trials=None)
     try:
         make_program(closed, forwarded, again, budget, alone, made.to_host)
     except DoesNotFit:
@@ -442,7 +438,8 @@ def _chain(
     that any of them has on the device, and whose results leave room for the next call."""
     arguments = lowering.kept(arguments, flat)
     to_host |= lowering.at_home(flat, arguments)
-    returned, how = how.returned, dataclasses.replace(how, returned=Returned())
+    returned = how.returned
+    how = dataclasses.replace(how, returned=lowering.NOTHING_KNOWN)
     device, reserve = arguments.device, 0
     _refuse_what_is_there(flat, arguments, budget)
     while True:
@@ -802,9 +799,7 @@ def _choice(
     places = tuple(i in to_host for i in range(len(equation.origin.outvars)))
     plan = _together([b.plan for b in branches], budget.room)
     everything = sum(_all_constants(branches).values()) + beside
-    peak = max(
-        b.plan.peak_bytes + everything - sum(b.constants.values()) for b in branches
-    )
+    peak = max(b.plan.peak_bytes + everything - sum(b.constants.values()) for b in branches)
     return Choice(dataclasses.replace(plan, peak_bytes=peak), branches, places)
 
 

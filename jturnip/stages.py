@@ -30,7 +30,15 @@ from jturnip.graph.plan import Plan
 from jturnip.pieces import PieceRunner, make_piece
 from jturnip.placement import Arguments, Budget, Returned, Wanted, Whose
 from jturnip.planner.strategies import STRATEGIES
-from jturnip.programs import How, Program, make_program, remeasured, smallest_refusal
+from jturnip.programs import (
+    Chain,
+    How,
+    Program,
+    Straight,
+    make_program,
+    remeasured,
+    smallest_refusal,
+)
 from jturnip.runners import (
     Moves,
     Runner,
@@ -439,6 +447,7 @@ class Lowered:
     def _coming_back(self, program: Program) -> tuple[int, ...]:
         """Results that a program leaves in host memory although there is room for them, and
         nobody asked for them there."""
+        assert isinstance(program, Straight | Chain)
         ends = enumerate(program.ends_on_host)
         return tuple(i for i, away in ends if away and i not in program.to_host)
 

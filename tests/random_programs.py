@@ -178,7 +178,8 @@ def _fori(rng: random.Random) -> Step:
 
     def step(state: State) -> State:
         turn = lambda k, x: jnp.tanh(x + state["stack"][k % 6]) * 0.9
-        return {"x": jax.lax.fori_loop(0, turns * jnp.sign(state["count"]), turn, state["x"])}
+        end = turns * jnp.sign(state["count"])
+        return {"x": jax.lax.fori_loop(0, end, turn, state["x"])}
 
     return step
 
@@ -242,7 +243,8 @@ def _adam(rng: random.Random) -> Step:
 
     def step(state: State) -> State:
         grads = jax.grad(loss)(state["weights"], state["x"])
-        moments = [0.9 * m + 0.1 * g**2 for m, g in zip(state["moments"], grads, strict=True)]
+        pairs = zip(state["moments"], grads, strict=True)
+        moments = [0.9 * m + 0.1 * g**2 for m, g in pairs]
         weights = [
             w - 0.01 * g / (jnp.sqrt(m) + 1e-3)
             for w, m, g in zip(state["weights"], moments, grads, strict=True)
@@ -371,20 +373,26 @@ def _placed(start: State, places: tuple[str, ...]) -> State:
     )
 
 
-def _budget(
-    program: RandomProgram, peak: int, state: State, batch: Any
-) -> tuple[int, str]:
+def _budget(program: RandomProgram, peak: int, state: State, batch: Any) -> tuple[int, str]:
     """A budget in which the program is to run, and how a smaller one was refused."""
     gpu_bytes = max(1, int(program.share * peak))
     donated = (0,) if program.donated else ()
+    lowered = jturnip.jit(program.fn, gpu_bytes, donate_argnums=donated).lower(state, batch)
+    error = _refusal(lowered)
+    if error is None:
+        return gpu_bytes, ""
+    assert error.needed_bytes > gpu_bytes, str(error)
+    assert "is -" not in str(error), str(error)
+    refusal = "refused at XLA's peak" if program.share == 1 else "refused"
+    return error.needed_bytes, refusal
+
+
+def _refusal(lowered: Any) -> jturnip.DoesNotFit | None:
     try:
-        jturnip.jit(program.fn, gpu_bytes, donate_argnums=donated).lower(state, batch).plan
+        _ = lowered.plan
     except jturnip.DoesNotFit as error:
-        assert error.needed_bytes > gpu_bytes, str(error)
-        assert "-" not in str(error).split("gpu_bytes is")[1][:3], str(error)
-        refusal = "refused at XLA's peak" if program.share == 1 else "refused"
-        return error.needed_bytes, refusal
-    return gpu_bytes, ""
+        return error
+    return None
 
 
 # -- many ------------------------------------------------------------------------------

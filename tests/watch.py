@@ -15,8 +15,8 @@ class Watch:
     """While it lasts, looks at all live arrays after everything that makes some.
 
     Attributes:
-      peak_bytes: the most bytes on the device at once, of the arrays that were `mine` and of
-        those made since.
+      peak_bytes: the most bytes on the device at once, of the arrays that were `mine` and
+        of those made since.
     """
 
     # All that makes arrays: of JAX, and our own ways around it.
@@ -76,7 +76,7 @@ class Watch:
         return made
 
 
-def _buffer(array: jax.Array) -> Any:
+def _buffer(array: Any) -> Any:
     """Equal for arrays of one buffer, as far as that can be known without waiting."""
     try:
         return array.unsafe_buffer_pointer() if array.is_ready() else id(array)

@@ -10,7 +10,6 @@ from collections import OrderedDict, defaultdict, deque
 from typing import NamedTuple
 
 from jturnip.graph.memgraph import OpId, Ranges
-from jturnip.units import padded
 
 
 class _Block(NamedTuple):

@@ -108,9 +108,7 @@ def does_not_fit(
     advice = f"raise gpu_bytes to at least {needed_bytes} ({format_bytes(needed_bytes)})"
     at_start, kept = _bytes_at_start(graph), resident_bytes(graph)
     largest = max(graph.tasks, key=lambda t: task_bytes(graph, t), default=None)
-    others = (
-        f", while other values take {format_bytes(taken_bytes)}" if taken_bytes else ""
-    )
+    others = f", while other values take {format_bytes(taken_bytes)}" if taken_bytes else ""
     room = gpu_bytes - taken_bytes
     if largest is None or at_start > max(room, kept + task_bytes(graph, largest)):
         message = (

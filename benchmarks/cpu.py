@@ -15,7 +15,7 @@ from typing import Any
 
 from absl import app, flags
 
-from benchmarks import layers, link, measure, planning, steps
+from benchmarks import growth, layers, link, measure, planning, steps
 from benchmarks.measure import Section
 from jturnip.models import llama
 
@@ -55,6 +55,8 @@ class Sizes:
     link_rounds: int
     depths: tuple[int, int]
     layer_pairs: int
+    grown: tuple[int, ...]
+    grown_pairs: int  # of the largest; of smaller ones more
 
 
 FULL = Sizes(
@@ -71,6 +73,8 @@ FULL = Sizes(
     link_rounds=3,
     depths=(4, 32),
     layer_pairs=3,
+    grown=(1_000, 2_000, 4_000, 8_000, 16_000),
+    grown_pairs=1,
 )
 _TINIEST = llama.config("tiny", layers=1, length=8, width=16, heads=2, kv_heads=1)
 TINY = Sizes(
@@ -87,6 +91,8 @@ TINY = Sizes(
     link_rounds=1,
     depths=(1, 2),
     layer_pairs=1,
+    grown=(50, 100),
+    grown_pairs=1,
 )
 
 SECTIONS: dict[str, Callable[[Sizes], Section]] = {
@@ -98,6 +104,7 @@ SECTIONS: dict[str, Callable[[Sizes], Section]] = {
     "layers": lambda s: layers.layers(
         functools.partial(_with_layers, s.layers), *s.depths, s.layer_pairs
     ),
+    "growth": lambda s: growth.growth(s.grown, s.grown_pairs),
 }
 
 

@@ -133,7 +133,9 @@ class Wrapped:
         # The budget is for all signatures, and all threads.
         self._turn = Turn()
         self._compiling = threading.RLock()
+        # What was called last; what it did, if it has been forgotten since.
         self._last: Compiled | None = None
+        self._before: RunReport | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs `fn`; under a transformation of JAX it is inlined as `jax.jit`'s is."""
@@ -201,12 +203,13 @@ class Wrapped:
         """Forgets every compiled signature."""
         with self._compiling:
             self._compiled.clear()
+            self._before, self._last = self.last_run, None
         self._jitted.clear_cache()
 
     @property
     def last_run(self) -> RunReport | None:
         """What the last finished call did; None before the first."""
-        return None if self._last is None else self._last.last_run
+        return self._before if self._last is None else self._last.last_run
 
     def __repr__(self) -> str:
         return f"<jturnip.jit of {getattr(self, '__name__', 'a function')}>"

@@ -388,17 +388,44 @@ def kept(arguments: Arguments, flat: FlatJaxpr) -> Arguments:
 
 
 def may_fit(
-    flat: FlatJaxpr, partitioner: Partitioner, arguments: Arguments, gpu_bytes: int
+    flat: FlatJaxpr,
+    partitioner: Callable[[], Partitioner],
+    arguments: Arguments,
+    gpu_bytes: int,
 ) -> bool:
     """Whether the whole function is worth compiling, to see if XLA fits it in the budget.
 
-    By the TaskGraph alone: XLA may well do better than one byte for every live byte of it,
-    but not twice as well.
+    It is if there is room for all values while they are needed. Else by the TaskGraph: XLA
+    may well do better than one byte for every live byte of it, but not twice as well.
     """
-    graph, _ = _build(flat, partitioner.partition(gpu_bytes // _SHARE), arguments)
+    if _alive_at_most(flat) <= gpu_bytes:
+        return True
+    groups = partitioner().partition(gpu_bytes // _SHARE)
+    graph, _ = _build(flat, groups, arguments)
     # The arguments' buffers come first, in order.
     donated = frozenset(BufferId(i) for i, w in enumerate(arguments.whose) if w.donated)
     return figures.liveness_peak(graph, donated) <= _HOPE * gpu_bytes
+
+
+def _alive_at_most(flat: FlatJaxpr) -> int:
+    """The most bytes of values at once, if each is written down and lives no longer than it
+    is needed; arguments live to the end."""
+    nbytes = [t.nbytes for t in flat.types]
+    ending: list[list[int]] = [[] for _ in flat.equations]
+    last: dict[int, int] = {}
+    for at, equation in enumerate(flat.equations):
+        read = (v for v in equation.inputs if isinstance(v, int))
+        last.update((v, at) for v in (*equation.outputs, *read))
+    kept = {*flat.inputs, *flat.result_values, *(v for v, _ in flat.constants)}
+    for v, at in last.items():
+        if v not in kept:
+            ending[at].append(nbytes[v])
+    alive = most = sum(nbytes[v] for v in {*flat.inputs, *(v for v, _ in flat.constants)})
+    for equation, ends in zip(flat.equations, ending, strict=True):
+        alive += sum(nbytes[v] for v in equation.outputs)
+        most = max(most, alive)
+        alive -= sum(ends)
+    return most
 
 
 def _refuse_early(

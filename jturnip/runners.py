@@ -231,7 +231,11 @@ class SplitRunner:
             engines = DeviceEngines(
                 program, arrays, donated, marks, assembly, self._link, looked_for
             )
-            with nans.unheard() if looked_for else contextlib.nullcontext():
+            with contextlib.ExitStack() as ours:
+                # What the plan moves is what the user asked for with a budget.
+                ours.enter_context(jax.transfer_guard("allow"))
+                if looked_for:
+                    ours.enter_context(nans.unheard())
                 report = run(program.schedule, engines, self.plan.strategy)
             of = {
                 Origin.ARGUMENT: leaves,

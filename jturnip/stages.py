@@ -195,6 +195,7 @@ class Lowered:
         self._flat: FlatJaxpr | None = None
         # Of the whole function, also where it does not fit.
         self._whole_report: CompileReport | None = None
+        self._whole_bytes = 0
         try:
             self._flat = flatten(traced.jaxpr, _forwardable(arguments))
         except UnsupportedError as error:
@@ -307,8 +308,7 @@ class Lowered:
         keeps = self._options.keep_unused
         pruned = () if keeps else pruned_arguments(self._traced.jaxpr)
         moves = moves_of(self._arguments, self._traced, self._wanted, pruned)
-        nbytes = whole_bytes(self._whole, self._closed_over)
-        return moves, whole_plan(nbytes, moves, self.gpu_bytes)
+        return moves, whole_plan(self._whole_bytes, moves, self.gpu_bytes)
 
     @functools.cached_property
     def _partitioner(self) -> Partitioner:
@@ -325,11 +325,11 @@ class Lowered:
             return None
         if strategy == "auto" and self._flat is not None:
             if not lowering.may_fit(
-                self._flat, self._partitioner, self._arguments, self.gpu_bytes
+                self._flat, lambda: self._partitioner, self._arguments, self.gpu_bytes
             ):
                 return None
         whole, self._whole_report = compile_whole(self._traced)
-        needed = whole_bytes(whole, self._closed_over)
+        needed = self._whole_bytes = whole_bytes(whole, self._closed_over)
         if needed <= self.gpu_bytes:
             return whole
         if strategy == "whole":

@@ -3,6 +3,7 @@
 There are no scopes: a value is a number, an equation names the values it reads and writes.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +36,7 @@ class Type:
             struct = jax.ShapeDtypeStruct(self.shape, self.dtype)
             data = jax.eval_shape(jax.random.key_data, struct)
             return data.size * data.dtype.itemsize
-        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def struct(self, sharding: Any = None) -> jax.ShapeDtypeStruct:
         """As an argument of `jax.jit(...).lower`."""
@@ -95,7 +96,7 @@ class Equation:
 
 def is_key(dtype: Any) -> bool:
     """Whether it is the type of PRNG keys, which numpy does not have."""
-    return jnp.issubdtype(dtype, jax.dtypes.extended)
+    return not isinstance(dtype, np.dtype) and jnp.issubdtype(dtype, jax.dtypes.extended)
 
 
 def is_packed(dtype: Any) -> bool:

@@ -51,9 +51,9 @@ def growth(sizes: tuple[int, ...], pairs: int) -> Section:
         name = f"first result of {size:,} products that fit"
         figures.append(Figure(name, ratios(taken), "", 1.1, more))
     about = (
-        f"A chain of {_WIDTH} x {_WIDTH} products. Taken apart: made flat and cut into tasks,"
-        " the best of three. To the first result: trace, decide, compile, run, with the"
-        " caches of jax and jturnip empty before each; over `jax.jit`'s own."
+        f"A chain of {_WIDTH} x {_WIDTH} products. Taken apart: made flat and cut into"
+        " tasks. To the first result: trace, decide, compile, run, with the caches of jax"
+        " and jturnip empty before each; over `jax.jit`'s own."
     )
     return Section("(g) Many equations", about, tuple(figures))
 

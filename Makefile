@@ -14,7 +14,9 @@ CUDA ?= cuda13
 ARGS ?=
 
 bin := $(VENV)/bin
-# The environment has jturnip, from this checkout, and what its demo and tests need.
+# The environment has jturnip, from this checkout, and what its demo needs; what its tests
+# need too.
+demo := $(VENV)/.demo
 ready := $(VENV)/.ready
 # The same, and the tools of `make check`.
 tools := $(VENV)/.tools
@@ -39,11 +41,13 @@ help:
 
 setup: $(ready)
 
-demo: $(ready)
+demo: $(demo)
 	$(bin)/jturnip demo $(ARGS)
 
+# On all cores, or eight: neighbours together, so that what compiles the same is mostly in
+# one process. Says what took longest.
 test: $(ready)
-	$(bin)/python -m pytest $(ARGS)
+	$(bin)/python -m pytest -n auto --maxprocesses=8 --dist worksteal --durations=10 $(ARGS)
 
 # All four, whatever each finds.
 check: $(tools)
@@ -98,8 +102,9 @@ clean:
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Python files are used from the checkout, so that an edit needs no set-up; the C++ is built
-# by pip, and again when it changes.
-$(ready): pyproject.toml $(sources)
+# by pip, and again when it changes. set_up installs what the extras $(1) name.
+install = $(bin)/python -m pip install --quiet --disable-pip-version-check
+define set_up
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo 'jturnip needs Python 3.11 or newer, and $(PYTHON) is not. Name one that is:'; \
 	  echo '  make PYTHON=python3.12 $(MAKECMDGOALS)'; exit 1; }
@@ -107,11 +112,22 @@ $(ready): pyproject.toml $(sources)
 	  command -v "$$compiler" >/dev/null && exit 0; done; \
 	  echo 'jturnip builds a small C++ extension, and no C++ compiler is on the PATH.'; \
 	  echo 'Install one (Debian, Ubuntu: apt install g++), or name it: CXX=...'; exit 1
-	@echo 'Setting up $(VENV): once, and when pyproject.toml or xla_ext changes ...'
+	@echo 'Setting up $(VENV): once, and when pyproject.toml or xla_ext changes.'
+	@echo '  1 of 3: an environment, by $(PYTHON)'
 	@test -x $(bin)/pip || $(PYTHON) -m venv $(VENV)
-	@$(bin)/python -m pip install --quiet --disable-pip-version-check \
-	  --editable '.[$(EXTRAS)]' '$(JAX)'
+	@echo '  2 of 3: $(JAX); downloads some 100 MB where it is not there'
+	@$(install) '$(JAX)'
+	@echo '  3 of 3: jturnip with its C++, and what its $(1) need; a minute or two'
+	@$(install) --editable '.[$(1)]' '$(JAX)'
 	@touch $@
+endef
+
+$(demo): pyproject.toml $(sources)
+	$(call set_up,demo)
+
+$(ready): pyproject.toml $(sources)
+	$(call set_up,$(EXTRAS))
+	@touch $(demo)
 
 # pip cannot install an extra alone: what `check` names is read from pyproject.toml.
 $(tools): $(ready)

@@ -55,8 +55,9 @@ def jit(
     Args:
       fn: the function; without it, `jit` returns a decorator.
       gpu_bytes: the budget: bytes, or a string such as "8GiB" or "500MB". It covers live
-        arrays (the arguments on the device too), workspace, and transfers in flight. None:
-        what the device has free when a signature is first compiled, less a reserve.
+        arrays (the arguments and closed-over arrays on the device too), workspace, and
+        transfers in flight, of all calls of the function together. None: what the device
+        has free when a signature is first compiled, less a reserve.
       strategy: "auto", or one strategy by name ("turnip", "fixed_order", "layerwise",
         "on_demand"), which is then used even where the function fits, or "whole", which
         never splits.
@@ -68,8 +69,10 @@ def jit(
         as in `jax.jit`.
 
     Returns:
-      A `Wrapped` function. Results are on the device where they fit, else in `pinned_host`;
-      one that re-uses a donated `pinned_host` argument comes back in `pinned_host`.
+      A `Wrapped` function. Each element of a tuple that it returns, or all of what it
+      returns otherwise, lies in one memory: on the device where there is room for it and
+      for a call with it, else in `pinned_host`. A result that re-uses a donated
+      `pinned_host` argument comes back in `pinned_host`.
 
     Raises:
       BudgetError: `gpu_bytes` is not a size.

@@ -242,7 +242,7 @@ def test_arguments_are_put_on_the_device_without_device_put(
     fs = [jturnip.jit(fn, 1 << 20), jturnip.jit(fn, 100_000, strategy="turnip")]
     expected = float(fs[0](numpy))
     for f in fs:
-        f(hosted), f(numpy)
+        _ = f(hosted), f(numpy)
     slow = []
     real = jax.device_put
     monkeypatch.setattr(jax, "device_put", lambda *a, **k: slow.append(a) or real(*a, **k))

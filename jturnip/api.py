@@ -16,7 +16,7 @@ from jturnip.runtime.link import SimulatedLink
 from jturnip.runtime.report import RunReport
 from jturnip.runtime.turns import Turn
 from jturnip.signature import Call, Statics
-from jturnip.stages import Compiled, Lowered, Options, Traced, place
+from jturnip.stages import Compiled, Lowered, Options, Traced, placed
 from jturnip.units import parse_bytes
 
 
@@ -145,10 +145,8 @@ class Wrapped:
         call = self._statics.call(args, kwargs)
         if call.traced or compat.jit_is_disabled():
             return self._inlined(*args, **kwargs)
-        if self._options.in_shardings is not None:
-            call = place(call, self._options)
         call.check_alive(lambda: self._statics.names(call))
-        compiled = self._find(call)
+        compiled = self._find(placed(call, self._options)[0])
         if compiled is None:
             return self._inlined(*args, **kwargs)
         results = compiled.call_flat(call.leaves)
@@ -192,7 +190,7 @@ class Wrapped:
         A struct with a sharding is taken to lie in its memory kind; one without is taken
         for a numpy array.
         """
-        return self._trace(place(self._statics.call(args, kwargs), self._options))
+        return self._trace(self._statics.call(args, kwargs))
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """Traces and takes apart; allocates no arrays."""

@@ -105,14 +105,16 @@ def _abstract(shape: tuple[int, ...], dtype: Any, on_host: bool) -> Any:
 def forget_failed_tokens() -> None:
     """Lets ordered effects of this thread begin anew after one of them failed.
 
-    JAX hands a token from one to the next, and keeps the one of a failed call.
+    JAX hands a token from one to the next, and keeps the one of a failed call. Waits for
+    none.
     """
     tokens = getattr(_tokens, "current_tokens", None)
     if not isinstance(tokens, dict):
         return
     for effect, token in list(tokens.items()):
         try:
-            token.block_until_ready()
+            if token._buf.is_ready():
+                token.block_until_ready()
         except Exception:
             tokens.pop(effect, None)
 

@@ -292,19 +292,6 @@ def leaving(
     return frozenset(set(sizes) - staying)
 
 
-def called_again(
-    arguments: Arguments, to_host: Collection[int], returned: Returned
-) -> Arguments:
-    """How arguments are held in the next call, if it is given results that are on the
-    device."""
-    whose = list(arguments.whose)
-    for at, i in returned.again:
-        if at not in to_host:
-            donated = whose[i].donated
-            whose[i] = Whose.DONATED_DEVICE if donated else Whose.CALLER_DEVICE
-    return dataclasses.replace(arguments, whose=tuple(whose))
-
-
 def unread(flat: FlatJaxpr) -> frozenset[int]:
     """Values of arguments that nothing reads and that are not returned: they are the
     caller's matter, wherever they lie."""
@@ -404,7 +391,8 @@ def may_fit(
     graph, _ = _build(flat, groups, arguments)
     # The arguments' buffers come first, in order.
     donated = frozenset(BufferId(i) for i, w in enumerate(arguments.whose) if w.donated)
-    return figures.liveness_peak(graph, donated) <= _HOPE * gpu_bytes
+    ignored = sum(flat.types[v].nbytes for v in unread(flat))
+    return figures.liveness_peak(graph, donated) - ignored <= _HOPE * gpu_bytes
 
 
 def _alive_at_most(flat: FlatJaxpr) -> int:
@@ -416,11 +404,12 @@ def _alive_at_most(flat: FlatJaxpr) -> int:
     for at, equation in enumerate(flat.equations):
         read = (v for v in equation.inputs if isinstance(v, int))
         last.update((v, at) for v in (*equation.outputs, *read))
-    kept = {*flat.inputs, *flat.result_values, *(v for v, _ in flat.constants)}
+    there = {*flat.inputs, *(v for v, _ in flat.constants)}.difference(unread(flat))
+    kept = there.union(flat.result_values)
     for v, at in last.items():
         if v not in kept:
             ending[at].append(nbytes[v])
-    alive = most = sum(nbytes[v] for v in {*flat.inputs, *(v for v, _ in flat.constants)})
+    alive = most = sum(nbytes[v] for v in there)
     for equation, ends in zip(flat.equations, ending, strict=True):
         alive += sum(nbytes[v] for v in equation.outputs)
         most = max(most, alive)

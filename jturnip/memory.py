@@ -92,31 +92,67 @@ def view(array: jax.Array) -> np.ndarray:
     return np.asarray(array.addressable_data(0))
 
 
-# (id of a closed-over array, device) → its copy in its place, while a program has that.
-_PLACED: "weakref.WeakValueDictionary[Any, jax.Array]" = weakref.WeakValueDictionary()
+class ClosedOver:
+    """A closed-over array as programs have it: on the device if it is small, else on the
+    host.
 
-
-def placed_for_good(array: Any, device: Device) -> jax.Array:
-    """A closed-over array in its place: on the device if it is small, else on the host.
-
-    What numpy holds is copied once for all programs that close over it while it stays what
-    it is. As under `jax.jit`, changing it later changes no program that is there already.
+    As under `jax.jit`, changing an array of numpy's later changes no program that is there
+    already. So its contents are copied, once for all programs that close over it while they
+    stay what they are.
     """
-    holder = placement.whose(array, False)
-    if not holder.ours:
-        return array
+
+    __slots__ = ("__weakref__", "_array", "_contents", "_where")
+
+    def __init__(self, array: Any, device: Device):
+        holder = placement.whose(array, False)
+        self._where = sharding(device, holder.on_host)
+        # Of a small one: what to put on the device again, when it has left.
+        self._contents: np.ndarray | None = None
+        self._array: Any = array
+        if holder.on_host and holder.ours:
+            self._array = _own_copy(np.asarray(array), self._where)
+        elif holder.ours:
+            self._contents = np.array(array)
+            self._array = None
+
+    @property
+    def array(self) -> jax.Array:
+        """The array in its place."""
+        if self._array is None:
+            assert self._contents is not None
+            self._array = from_numpy(self._contents, self._where)
+        return self._array
+
+    def leave(self) -> None:
+        """Frees what was put on the device."""
+        if self._contents is not None:
+            self._array = None
+
+    def is_still(self, array: Any) -> bool:
+        """Whether this is what the array holds now."""
+        copied = self._contents
+        if copied is None:
+            copied = np.asarray(self._array)
+        contents = np.asarray(array)
+        same = (copied.shape, copied.dtype) == (contents.shape, contents.dtype)
+        as_bytes = lambda a: np.ascontiguousarray(a).reshape(-1).view(np.uint8)
+        return same and np.array_equal(as_bytes(copied), as_bytes(contents))
+
+
+# (id of a closed-over array of numpy's, device) → what programs have, while one has it.
+_CLOSED_OVER: "weakref.WeakValueDictionary[Any, ClosedOver]"
+_CLOSED_OVER = weakref.WeakValueDictionary()
+
+
+def closed_over(array: Any, device: Device) -> ClosedOver:
+    """A closed-over array for a program that is made now."""
+    if not placement.whose(array, False).ours:
+        return ClosedOver(array, device)
     key = id(array), device
-    found = _PLACED.get(key)
-    if found is None or not _is_still(found, np.asarray(array)):
-        there = sharding(device, holder.on_host)
-        found = _PLACED[key] = _own_copy(np.asarray(array), there)
+    found = _CLOSED_OVER.get(key)
+    if found is None or not found.is_still(array):
+        found = _CLOSED_OVER[key] = ClosedOver(array, device)
     return found
-
-
-def _is_still(copied: jax.Array, contents: np.ndarray) -> bool:
-    same = (copied.shape, copied.dtype) == (contents.shape, contents.dtype)
-    as_bytes = lambda a: np.ascontiguousarray(a).view(np.uint8)
-    return same and np.array_equal(as_bytes(np.asarray(copied)), as_bytes(contents))
 
 
 def copy(array: jax.Array) -> jax.Array:
@@ -131,7 +167,8 @@ def moved(array: jax.Array, on_host: bool) -> jax.Array:
     the process where it meets one that is not committed either.
     """
     there = sharding(placement.device_of(array), on_host)
-    return compat.settled(compat.copy_to(array, there), committed=True)
+    with jax.transfer_guard("allow"):
+        return compat.settled(compat.copy_to(array, there), committed=True)
 
 
 def transferred(array: Any, where: jax.sharding.Sharding) -> jax.Array:

@@ -1,6 +1,7 @@
 """Programs that are driven: loops that repeat a plan, branches that choose one, chains."""
 
 import dataclasses
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -80,6 +81,7 @@ class PieceRunner:
         staying: Sequence[int],
         constants: int,
         tried: int,
+        in_places: Sequence[Any],
     ):
         """Of a piece.
 
@@ -92,6 +94,7 @@ class PieceRunner:
           staying: positions of the arguments that the caller keeps on the device.
           constants: bytes there of closed-over arrays.
           tried: bytes that were there when tasks were tried out.
+          in_places: where the user says that each argument is, or None.
         """
         self.piece = piece
         self.plan = piece.plan
@@ -101,21 +104,26 @@ class PieceRunner:
         self._turn = turn
         self._staying = tuple(staying)
         self._constants = constants
+        self._in_places = tuple(in_places)
         # Counted with the first run, whose call it was that had tasks tried out.
         self._tried = tried
         self.last_run: RunReport | None = None
 
     def run(self, leaves: Sequence[Any]) -> Any:
         """Runs once."""
+        outer = sys.exc_info()[1]
         try:
+            self._turn.check()
             with self._turn.lock:
                 self._turn.alone(self)
+                if any(self._in_places):
+                    leaves = list(map(memory.placed, leaves, self._in_places))
                 results = self.piece.run(leaves)
                 results = list(map(compat.weakly_typed, results, self._weak))
                 results = memory.finished(results, self._wanted)
                 self.last_run = self._report(leaves, results)
         except BaseException as error:
-            let_go(error)
+            let_go(error, outer)
             raise
         return jax.tree.unflatten(self._out_tree, results)
 
@@ -290,22 +298,20 @@ class ChainRunner:
         self.last_run: RunReport | None = None
         self._chain = chain
         self._device = chain.arguments.device
-        self._constants: dict[int, Any] = {}
+        self._closed_over = {
+            v: memory.closed_over(array, self._device) for v, array in chain.read_over
+        }
         self._stages = [(s, make_piece(s.program, link)) for s in chain.stages]
 
     def leave(self) -> None:
-        self._constants.clear()
+        for closed_over in self._closed_over.values():
+            closed_over.leave()
         for _, piece in self._stages:
             piece.leave()
 
     def run(self, leaves: Sequence[Any], keep: frozenset[int] = frozenset()) -> list[Any]:
         chain = self._chain
-        if not self._constants:
-            self._constants.update(
-                (v, memory.placed_for_good(array, self._device))
-                for v, array in chain.read_over
-            )
-        values = _Values(self._constants)
+        values = _Values({v: c.array for v, c in self._closed_over.items()})
         placed = memory.in_their_places(leaves, chain.arguments.whose, self._device)
         for i, (v, whose) in enumerate(
             zip(chain.flat.inputs, chain.arguments.whose, strict=True)
@@ -362,7 +368,8 @@ class ChainRunner:
         if output in values.may_share:
             array = memory.copy(array)
         if at in self._chain.to_host and not placement.is_on_host(array):
-            array = memory.moved(array, on_host=True)
+            there, array = array, jax.block_until_ready(memory.moved(array, on_host=True))
+            there.delete()  # it may be an argument that was given up
         committed = placement.is_on_host(array) or self._chain.arguments.committed
         return compat.settled(array, committed)
 

@@ -253,17 +253,31 @@ class Returned:
         """Of a function's trees of types; results at `placed` are where the user says."""
         args, kwargs = args_info
         elements = out_info if type(out_info) is tuple else (out_info,)
-        free = [(i, _looks(tree)) for i, tree in _with_positions([*args, *kwargs.values()])]
-        groups, again = [], []
-        for at, tree in _with_positions(elements):
-            count = len(jax.tree.leaves(tree))
-            groups.append(frozenset(range(at, at + count)).difference(placed))
-            looks = _looks(tree)
-            same = [k for k, (_, other) in enumerate(free) if other == looks]
-            if same:
-                first, _ = free.pop(same[0])
-                again += [(at + k, first + k) for k in range(count)]
-        return cls(tuple(groups), tuple(again))
+        groups = [
+            frozenset(range(at, at + len(jax.tree.leaves(tree)))).difference(placed)
+            for at, tree in _with_positions(elements)
+        ]
+        given = [*args, *(kwargs[name] for name in sorted(kwargs))]  # as JAX flattens them
+        # Arguments that look like all that is returned, then like an element of it, then
+        # single arrays: one pair too many does no more than send a result to the host.
+        again: dict[int, int] = {}
+        levels = (
+            ([(0, out_info)], _with_positions(given)),
+            (_with_positions(elements), _with_positions(given)),
+            tuple(_with_positions(jax.tree.leaves(tree)) for tree in (out_info, given)),
+        )
+        for results, arguments in levels:
+            looks = [(at, _looks(tree)) for at, tree in arguments]
+            for at, tree in results:
+                own = _looks(tree)
+                count = range(len(own[1]))
+                for first, other in looks:
+                    is_free = again.keys().isdisjoint(at + k for k in count)
+                    is_free &= set(again.values()).isdisjoint(first + k for k in count)
+                    if own == other and is_free:
+                        again.update((at + k, first + k) for k in count)
+                        break
+        return cls(tuple(groups), tuple(again.items()))
 
 
 def _with_positions(trees: Sequence[Any]) -> list[tuple[int, Any]]:

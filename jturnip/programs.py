@@ -38,6 +38,8 @@ _WAITING = 16
 # Of what is jturnip's own in a budget (`placement.BOOKKEEPING`), the bytes that may be
 # numbers which bodies of loops and branches close over.
 _INNER = 2048
+# There must be room for so many of the results that stay on the device in a next call.
+_TIMES = 3
 # How often the budget that a refusal asks for is tried, to find what comes after it.
 _TRIES = 12
 
@@ -114,6 +116,10 @@ class Straight:
     @property
     def given(self) -> Arguments:
         return self.split.arguments
+
+    @property
+    def flat(self) -> FlatJaxpr:
+        return self.split.flat
 
     @property
     def constants(self) -> Constants:
@@ -268,7 +274,9 @@ def make_program(
       HostMemoryError: where the host cannot hold what must leave the device.
       UnsupportedError: for what cannot be taken apart.
     """
-    key = (id(closed), arguments, budget, how, to_host, id(condition))
+    pairs = forwarded.items() if isinstance(forwarded, Mapping) else forwarded
+    forwards = tuple(sorted(pairs))
+    key = (id(closed), forwards, arguments, budget, how, to_host, id(condition))
     if key not in how.known:
         # Kept with what it was made of, so that the ids stay theirs.
         how.known[key] = (
@@ -298,7 +306,7 @@ def _made(
         flat = flatten(closed, forwarded, streaming, condition)
         try:
             made = _of_flat(flat, arguments, budget, how, attempt, to_host)
-            if _may_be_called_again(made, closed, budget, how):
+            if _may_be_called_again(made, budget, how.returned):
                 return made
             everything = to_host.union(*how.returned.groups)
             return _of_flat(flat, arguments, budget, how, attempt, everything)
@@ -326,25 +334,24 @@ def _of_flat(
 
 
 def _may_be_called_again(
-    made: "Straight | Chain", closed: Any, budget: Budget, how: How
+    made: "Straight | Chain", budget: Budget, returned: Returned
 ) -> bool:
-    """Whether there is room for a call with results that are left on the device.
+    """Whether there is surely room for a call with results that are left on the device.
 
-    For a plan of tasks that read their arguments whole, `lowering.leaving` knows.
+    For a plan of tasks that read their arguments whole, `lowering.leaving` knows. A loop
+    copies what it carries of the caller's, and what was cut in host memory will be whole:
+    so there must be room for such results three times.
     """
-    returned = how.returned
-    if isinstance(made, Straight) and not made.split.flat.slices:
+    given, flat = made.given, made.flat
+    if isinstance(made, Straight) and not flat.slices:
         return True
-    again = lowering.called_again(made.given, made.to_host, returned)
-    if again == made.given:
-        return True
-    forwarded = [i for i, w in enumerate(again.whose) if w.donated]
-    alone = dataclasses.replace(how, returned=lowering.NOTHING_KNOWN, trials=None)
-    try:
-        make_program(closed, forwarded, again, budget, alone, made.to_host)
-    except DoesNotFit:
-        return False
-    return True
+    newly = [
+        padded(flat.type_of(flat.outputs[at]).nbytes)
+        for at, i in returned.again
+        if at not in made.to_host and given.whose[i] is not Whose.CALLER_DEVICE
+    ]
+    needed = made.plan.peak_bytes + _TIMES * sum(newly)
+    return not newly or needed <= budget.arena(given.device)
 
 
 def smallest_refusal(make: Callable[[int], Program], refusal: DoesNotFit) -> DoesNotFit:

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import enum
 import functools
+import sys
 import time
 import traceback
 from collections.abc import Collection, Sequence
@@ -65,19 +66,24 @@ class WholeRunner:
         flat: FlatJaxpr | None,
         wanted: Wanted,
         turn: Turn,
+        in_places: Sequence[Any],
     ):
         self.whole = whole
         self._turn = turn
+        # Where the user says that each argument is, or None.
+        self._in_places = tuple(in_places)
         self.plan = plan
         self._seconds: float | None = None
         self._tree = in_tree
         # To find an equation that made a NaN; None for what cannot be flattened.
         self._flat = flat
         self._wanted = wanted
-        self._is_plain = wanted.is_nothing and not moves.arguments
+        self._copies = bool(moves.arguments) or any(self._in_places)
+        self._is_plain = wanted.is_nothing and not self._copies
         device = arguments.device
         self._device = placement.sharding(device, on_host=False)
         self._moves = moves
+        self._has_effects = flat is None or any(e.effects for e in flat.equations)
         self._names = arguments.names
         self._given_up = frozenset(
             i for i, w in enumerate(arguments.whose) if w is Whose.DONATED_HOST
@@ -92,51 +98,59 @@ class WholeRunner:
         return RunReport("whole", self._seconds, 0.0, *moved, plan.peak_bytes)
 
     def run(self, leaves: Sequence[Any]) -> Any:
-        began = time.perf_counter()
+        began, outer = time.perf_counter(), sys.exc_info()[1]
         try:
+            if self._has_effects:
+                compat.forget_failed_tokens()
             if self._is_plain:
                 args, kwargs = jax.tree.unflatten(self._tree, leaves)
-                with self._turn.lock:
-                    results = self.whole(*args, **kwargs)
+                self._turn.leave()
+                results = self.whole(*args, **kwargs)
                 self._turn.dispatched(results)
             else:
                 results = self._run_with_moves(leaves)
         except Exception as error:
+            let_go(error, outer)
             if compat.is_nan_error(error) and self._flat is not None:
-                everything = range(len(self._flat.equations))
-                alive = [
-                    leaf
-                    if isinstance(leaf, jax.Array) and leaf.is_deleted()
-                    else memory.placed(leaf, self._device)
-                    for leaf in leaves
-                ]
-                raise nans.blame(
-                    self._flat, everything, self._flat.inputs, alive, nans.looked_for()
-                ) from None
+                raise self._blame(leaves) from None
             raise
         self._seconds = time.perf_counter() - began
         return results
 
+    def _blame(self, leaves: Sequence[Any]) -> FloatingPointError:
+        assert self._flat is not None
+        alive = [
+            leaf
+            if isinstance(leaf, jax.Array) and leaf.is_deleted()
+            else memory.placed(leaf, self._device)
+            for leaf in leaves
+        ]
+        everything, inputs = range(len(self._flat.equations)), self._flat.inputs
+        return nans.blame(self._flat, everything, inputs, alive, nans.looked_for())
+
     def _run_with_moves(self, leaves: Sequence[Any]) -> Any:
         check_donated_once(leaves, self._given_up, self._names)
         plan, turn, moves = self.plan, self._turn, self._moves
+        turn.check()
         with turn.lock:
+            turn.leave()
             turn.make_room(plan.gpu_bytes - plan.peak_bytes)
-            placed = list(leaves)
+            placed = list(map(memory.placed, leaves, self._in_places))
             for i in moves.arguments:
-                placed[i] = memory.moved(leaves[i], on_host=False)
+                placed[i] = memory.moved(placed[i], on_host=False)
             args, kwargs = jax.tree.unflatten(self._tree, placed)
             placed.clear()
             results, tree = jax.tree.flatten(self.whole(*args, **kwargs))
             del args, kwargs
-            if moves.arguments and results:
-                smallest = min(results, key=lambda r: r.nbytes)
-                turn.copied(plan.peak_bytes, smallest)
-        for i in moves.results:
-            results[i] = memory.moved(results[i], on_host=True)
+            if self._copies and results:
+                turn.copied(plan.peak_bytes, min(results, key=lambda r: r.nbytes))
+            turn.dispatched(results)
+            for i in moves.results:
+                results[i] = memory.moved(results[i], on_host=True)
+            results = memory.finished(results, self._wanted)
         for i in self._given_up:
             leaves[i].delete()
-        return jax.tree.unflatten(tree, memory.finished(results, self._wanted))
+        return jax.tree.unflatten(tree, results)
 
 
 class SplitRunner:
@@ -169,10 +183,11 @@ class SplitRunner:
             (start[buffers[v]], w)
             for v, w in zip(flat.inputs, split.arguments.whose, strict=True)
         )
-        # Closed-over arrays and which instances they are; in their places while they are
-        # there.
-        self._closed_over = tuple((start[buffers[v]], a) for v, a in flat.constants)
-        self._constants: tuple[tuple[int, jax.Array], ...] = ()
+        # Which instances closed-over arrays are.
+        self._closed_over = tuple(
+            (start[buffers[v]], memory.closed_over(array, self._device))
+            for v, array in flat.constants
+        )
         self._ignored = frozenset(start[buffers[v]] for v in unread(flat))
         self._donated = frozenset(i for i, w in self._arguments if w.donated)
         self._given_up = frozenset(
@@ -196,7 +211,8 @@ class SplitRunner:
         arrays: list[Any] = [None] * len(self._program.memgraph.instances)
         self._place(leaves, arrays)
         device = self._program.device_sharding
-        held = {i: memory.transferred(arrays[i], device) for i in self._resident}
+        with jax.transfer_guard("allow"):
+            held = {i: memory.transferred(arrays[i], device) for i in self._resident}
         self._held = jax.block_until_ready(held)
 
     def let_go(self) -> None:
@@ -205,7 +221,8 @@ class SplitRunner:
 
     def leave(self) -> None:
         """Lets go of closed-over arrays; a run puts them in their places again."""
-        self._constants = ()
+        for _, closed_over in self._closed_over:
+            closed_over.leave()
 
     def run(self, leaves: Sequence[Any], keep: frozenset[int] = frozenset()) -> list[Any]:
         """Runs once; returns the flat results.
@@ -218,6 +235,7 @@ class SplitRunner:
         marks: MarkSlots | None = None
         arrays: list[Any] = [None] * len(program.memgraph.instances)
         results: list[Any] = []
+        outer = sys.exc_info()[1]
         try:
             given_up = self._given_up - keep
             check_donated_once(leaves, given_up, self._names)
@@ -259,7 +277,7 @@ class SplitRunner:
             if marks is not None:
                 marks.close()
             compat.forget_failed_tokens()
-            let_go(error)
+            let_go(error, outer)
             if not isinstance(error, KeyboardInterrupt) and _is_interrupt(error):
                 raise KeyboardInterrupt from error
             raise
@@ -281,13 +299,8 @@ class SplitRunner:
         )
         for i, array in zip(read, placed, strict=True):
             arrays[self._arguments[i][0]] = array
-        if len(self._constants) != len(self._closed_over):
-            self._constants = tuple(
-                (instance, memory.placed_for_good(array, self._device))
-                for instance, array in self._closed_over
-            )
-        for instance, array in self._constants:
-            arrays[instance] = array
+        for instance, closed_over in self._closed_over:
+            arrays[instance] = closed_over.array
         for source, instances, cuts in self._cut:
             rows = rows_of(arrays[source], cuts)
             for instance, array in zip(instances, rows, strict=True):
@@ -412,12 +425,18 @@ def _raise_failures(results: Sequence[Any]) -> None:
         raise ExecutionError(f"a result could not be computed: {error}") from error
 
 
-def let_go(error: BaseException | None) -> None:
+def let_go(error: BaseException | None, outer: BaseException | None) -> None:
     """Clears the finished frames that an error would keep alive, and our arrays in them.
 
     Notebooks keep the last error, and with it every local variable on its way.
+
+    Args:
+      error: what was raised.
+      outer: what the caller was handling already, whose frames are not ours.
     """
-    while error is not None:
+    seen: set[int] = set()
+    while error is not None and error is not outer and id(error) not in seen:
+        seen.add(id(error))
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
 

@@ -7,10 +7,11 @@
 | Compiled | a program that can be called | what measuring its tasks takes, for a moment |
 """
 
+import contextlib
 import dataclasses
 import functools
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,20 +77,25 @@ class Options:
             )
 
 
-def place(call: Call, options: Options) -> Call:
-    """A call with its arguments where `in_shardings` says they are.
+def placed(call: Call, options: Options) -> tuple[Call, tuple[Any, ...]]:
+    """A call as `in_shardings` wants it, and where it wants each leaf, or None.
+
+    Leaves that it places are structs: they are put there when it is their turn.
 
     Raises:
       ValueError: `in_shardings` does not fit the arguments.
     """
     if options.in_shardings is None:
-        return call
+        return call, (None,) * len(call.leaves)
     dynamic, named = jax.tree.unflatten(call.tree, call.leaves)
     if named:
         raise ValueError("in_shardings does not go with keyword arguments")
-    shardings = placement.broadcast_shardings(options.in_shardings, dynamic, "in_shardings")
-    leaves = list(map(memory.placed, call.leaves, shardings))
-    return dataclasses.replace(call, leaves=leaves)
+    where = placement.broadcast_shardings(options.in_shardings, dynamic, "in_shardings")
+    leaves = [
+        leaf if s is None else Type.of(jax.typeof(leaf)).struct(s)
+        for leaf, s in zip(call.leaves, where, strict=True)
+    ]
+    return dataclasses.replace(call, leaves=leaves), tuple(where)
 
 
 def _wanted(out_info: Any, leaves: Sequence[Any], options: Options) -> Wanted:
@@ -107,6 +113,7 @@ class Traced:
     def __init__(
         self, jitted: Any, statics: Statics, call: Call, options: Options, turn: Turn
     ):
+        call, self._in_places = placed(call, options)
         self._options = options
         self._turn = turn
         self._in_tree = call.tree
@@ -165,6 +172,7 @@ class Traced:
             self._options,
             self._wanted,
             self._turn,
+            self._in_places,
         )
 
 
@@ -179,7 +187,9 @@ class Lowered:
         options: Options,
         wanted: Wanted,
         turn: Turn,
+        in_places: tuple[Any, ...],
     ):
+        self._in_places = in_places
         self._traced = traced
         self._in_tree = in_tree
         self._options = options
@@ -216,11 +226,18 @@ class Lowered:
             return list(getattr(self._traced.jaxpr, "consts", ()))
         return [array for _, array in self._flat.constants]
 
+    @functools.cached_property
+    def _pruned(self) -> frozenset[int]:
+        """Positions of arguments that nothing reads and that are not returned."""
+        if self._flat is None:
+            return pruned_arguments(self._traced.jaxpr)
+        ignored = lowering.unread(self._flat)
+        return frozenset(i for i, v in enumerate(self._flat.inputs) if v in ignored)
+
     def _arguments_there(self, held: Collection[Whose]) -> list[int]:
         """Positions of the arguments that are held so, and read or returned."""
-        pruned = pruned_arguments(self._traced.jaxpr)
         whose = enumerate(self._arguments.whose)
-        return [i for i, w in whose if w in held and i not in pruned]
+        return [i for i, w in whose if w in held and i not in self._pruned]
 
     def _argument_bytes(self, held: Collection[Whose]) -> int:
         infos = jax.tree.leaves(self._traced.args_info)
@@ -305,8 +322,7 @@ class Lowered:
     @functools.cached_property
     def _whole_plan(self) -> tuple[Moves, Plan]:
         """What a whole call moves, and its figures."""
-        keeps = self._options.keep_unused
-        pruned = () if keeps else pruned_arguments(self._traced.jaxpr)
+        pruned = () if self._options.keep_unused else self._pruned
         moves = moves_of(self._arguments, self._traced, self._wanted, pruned)
         return moves, whole_plan(self._whole_bytes, moves, self.gpu_bytes)
 
@@ -390,7 +406,13 @@ class Lowered:
         there = self._argument_bytes([w for w in Whose if not w.on_host and not w.ours])
         there += memory.device_bytes(self._closed_over)
         arena = placement.arena_bytes(self.gpu_bytes, self._arguments.device)
-        return Trials(there, arena - there)
+        return Trials(there, arena - there, self._alone)
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        with self._turn.lock:
+            self._turn.alone(None)
+            yield
 
     def _measured_program(self, trials: Trials) -> Program:
         """The program with measured times; what was planned before them is used again."""
@@ -415,12 +437,11 @@ class Lowered:
                     self._flat,
                     self._wanted,
                     self._turn,
+                    self._in_places,
                 )
             else:
-                with self._turn.lock:
-                    self._turn.alone(None)
-                    trials = self._trials()
-                    program = self._measured_program(trials)
+                trials = self._trials()
+                program = self._measured_program(trials)
                 piece = make_piece(program, self._options.link)
                 back = self._coming_back(program)
                 wanted = dataclasses.replace(
@@ -438,6 +459,7 @@ class Lowered:
                     self._arguments_there((Whose.CALLER_DEVICE,)),
                     sum(program.constants.values()) + placement.MARKS,
                     trials.peak_bytes,
+                    self._in_places,
                 )
             report = self._compile_report(program)
         return Compiled(
@@ -528,12 +550,17 @@ class Compiled:
             raise TypeError(
                 f"compiled for arguments in the tree {self._in_tree}, called with {tree}"
             )
-        call = place(Call(args, kwargs, leaves, tree, ()), self._options)
-        leaves = call.leaves
+        given = Call(args, kwargs, leaves, tree, ())
+        call, _ = placed(given, self._options)
         for leaf, (shape, dtype), whose, name in zip(
-            leaves, self._types, self._arguments.whose, self._arguments.names, strict=True
+            call.leaves,
+            self._types,
+            self._arguments.whose,
+            self._arguments.names,
+            strict=True,
         ):
-            found = leaf if isinstance(leaf, jax.Array) else jax.typeof(leaf)
+            has_type = isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
+            found: Any = leaf if has_type else jax.typeof(leaf)
             if (tuple(found.shape), found.dtype) != (shape, dtype):
                 raise TypeError(
                     f"{name} was compiled as {dtype}{list(shape)}, not"
@@ -546,7 +573,7 @@ class Compiled:
                     f"{name} was compiled to be {there}, and is not. Move it with"
                     " jturnip.host or jax.device_put, or lower with an array like it."
                 )
-        call.check_alive(lambda: self._arguments.names)
+        given.check_alive(lambda: self._arguments.names)
         return self.call_flat(leaves)
 
     def call_flat(self, leaves: Sequence[Any]) -> Any:

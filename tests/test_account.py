@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import assert_same, memory_kinds, on_device, unconstrained_peak
+from checks import assert_same, layers, memory_kinds, on_device, unconstrained_peak
 from watch import Watch
 
 import jturnip
@@ -155,6 +155,51 @@ def test_arguments_that_stay_are_counted_beside_results_on_the_device():
         jturnip.jit(products, 15 * MATRIX, out_shardings=on_device())(weights)
 
 
+@pytest.mark.parametrize("kind", ["tuple", "elements", "apart"])
+def test_results_are_recognised_however_the_state_is_returned(kind: str):
+    def step(p: Any, o: Any) -> tuple[Any, Any]:
+        return jnp.tanh(p @ o), o @ p
+
+    fns: dict[str, Callable[..., Any]] = {
+        "tuple": lambda state: step(*state),
+        "elements": step,
+        "apart": lambda state: (*step(state["p"], state["o"]), state["p"].sum()),
+    }
+    for budget in range(4 * MATRIX, 8 * MATRIX, MATRIX // 2):
+        p, o = matrices(2, "host")
+        f = jturnip.jit(fns[kind], budget, strategy="turnip")
+        for _ in range(3):
+            given = {"tuple": [(p, o)], "elements": [p, o], "apart": [{"p": p, "o": o}]}
+            p, o, *_ = watched(f, *given[kind])
+
+
+def test_arguments_that_in_shardings_places_are_refused_before_they_are_copied():
+    x = jturnip.host(np.ones((1024, 1024), np.float32))
+    f = jturnip.jit(lambda x: x + 1, "1MiB", in_shardings=on_device())
+    with Watch() as watch, pytest.raises(jturnip.DoesNotFit):
+        f(x)
+    assert watch.peak_bytes == 0
+    small = jturnip.host(np.ones((64, 64), np.float32))
+    assert_same(watched(f, small), jnp.ones((64, 64)) + 1)
+
+
+def test_what_nothing_reads_decides_nothing():
+    unread = jturnip.host(np.ones((1024, 1024), np.float32))
+
+    def fn(x: Any, unread: Any) -> Any:
+        _ = jax.jit(lambda unread: unread * 2)(unread)
+        return x + 1
+
+    f = jturnip.jit(fn, "1MiB")
+    with Watch() as watch:
+        f(np.ones(16, np.float32), unread)
+    assert f.last_run.strategy == "whole"
+    assert watch.peak_bytes < 1000
+    there = jnp.asarray(np.ones((1024, 1024), np.float32))
+    g = jturnip.jit(fn, "1MiB", out_shardings=on_device())
+    assert_same(g(np.ones(16, np.float32), there), jnp.ones(16) + 1)
+
+
 # What is closed over
 
 
@@ -199,6 +244,31 @@ def test_a_closed_over_array_is_copied_anew_once_it_has_changed():
     second = make()
     assert float(second(x)[0, 0]) == 1024
     assert float(first(x)[0, 0]) == 256
+
+
+def test_a_closed_over_array_stays_what_it_was_when_another_signature_had_its_turn():
+    numbers = np.arange(64, dtype=np.float32)
+    f = jturnip.jit(lambda x: (x + numbers) @ x.T, 100_000, strategy="turnip")
+    x = np.ones((8, 64), np.float32)
+    before = np.asarray(f(x))
+    f(np.ones((16, 64), np.float32))
+    numbers[:] = 5
+    np.testing.assert_array_equal(np.asarray(f(x)), before)
+
+
+def test_closed_over_arrays_leave_the_device_for_a_whole_call():
+    arrays = [np.full((100, 100), k, np.float32) for k in range(10)]
+    f = jturnip.jit(lambda x: sum((a * x.sum()).sum() for a in arrays) + x * 2, 614_400)
+    small, large = (
+        np.ones((4, 4), np.float32),
+        jturnip.host(np.ones((300, 233), np.float32)),
+    )
+    f(small)
+    keep = jax.live_arrays()
+    with Watch(large) as watch:
+        jax.block_until_ready(f(large))
+    del keep
+    assert watch.peak_bytes <= 614_400
 
 
 # One budget for the function
@@ -256,6 +326,36 @@ def test_whole_calls_that_nobody_waits_for_keep_the_budget(monkeypatch: pytest.M
     assert len(most) == 6
     assert max(most) <= f._options.gpu_bytes
     gc.collect()
+
+
+def outcome(f: Any, *args: Any) -> tuple[float | None, str]:
+    try:
+        return float(f(*args)), ""
+    except jturnip.ExecutionError as error:
+        return None, str(error)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "turnip"])
+def test_a_callback_that_calls_the_function_hangs_for_neither(strategy: str):
+    """Whole it works as under `jax.jit`; split it is told what to do."""
+    weights = layers(12, width=256)
+
+    def fn(x: Any) -> Any:
+        for w in weights if x.ndim == 2 else ():
+            x = jnp.tanh(x @ w)
+        if x.ndim == 2:
+            x = jax.pure_callback(again, jax.ShapeDtypeStruct((), np.float32), x)
+        return x * 2
+
+    def again(x: Any) -> Any:
+        return np.asarray(f(np.float32(3.0)))
+
+    budget = {"auto": 1 << 30, "turnip": 1 << 21}[strategy]
+    f: Any = jturnip.jit(fn, budget, strategy=strategy)
+    f(np.float32(1.0))
+    value, error = outcome(f, np.ones((256, 256), np.float32))
+    assert value == 12 or (strategy, "Call another jturnip.jit" in error) == ("turnip", True)
+    assert float(f(np.float32(2.0))) == 4
 
 
 def test_a_host_array_that_is_donated_twice_is_refused_whole_or_split():

@@ -98,6 +98,19 @@ def test_a_number_that_is_the_same_everywhere_stays_in_the_program():
     assert all(numbers == () for numbers in lowered._program.split.numbers)
 
 
+def test_numbers_of_64_bits_pass_whatever_the_setting_is_then():
+    def fn(x: Any) -> Any:
+        for k in range(6):
+            x = jnp.tanh(x @ x) * 0.99**k
+        return x
+
+    with jax.enable_x64(True):
+        x = jnp.asarray(np.eye(64))
+        compiled = jturnip.jit(fn, 150_000, strategy="turnip").lower(x).compile()
+        expected = np.asarray(jax.jit(fn)(x))
+    np.testing.assert_allclose(np.asarray(compiled(x)), expected, rtol=1e-12)
+
+
 def test_numbers_pass_where_transfers_are_forbidden():
     weights, x = jturnip.host(layers(8)), jnp.asarray(X)
     f = jturnip.jit(decaying, TIGHT, strategy="turnip")
@@ -329,3 +342,29 @@ def test_interrupted_runs_leave_no_thread_of_the_link(monkeypatch: pytest.Monkey
     monkeypatch.undo()
     assert {t.ident for t in threading.enumerate()} == before
     assert_same(f(X, weights), expected, ulps=0)
+
+
+def test_a_call_at_the_end_of_the_process_returns():
+    program = """
+        import atexit
+        import jax, numpy as np
+        late = lambda: print("late", float(f(x, weights).sum()))
+        atexit.register(late)
+        import jturnip
+
+        def fn(x, weights):
+            for w in weights:
+                x = x @ w
+            return x
+
+        x, weights = np.eye(128, dtype=np.float32), [np.eye(128, dtype=np.float32)] * 8
+        f = jturnip.jit(fn, 350_000)
+        f(x, weights)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "late 128.0"), done.stderr

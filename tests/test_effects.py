@@ -244,3 +244,39 @@ def test_a_nan_that_no_result_has_is_no_error(strategy):
     f = jturnip.jit(fn, 1 << 20, strategy=strategy)
     with jax.debug_nans(True):
         assert_same(f(X, WEIGHTS), jax.jit(fn)(X, WEIGHTS))
+
+
+# Effects that fail
+
+
+@pytest.mark.parametrize("budget", [300_000, 1 << 30])
+def test_an_ordered_callback_that_raises_spoils_no_later_one(budget: int):
+    """JAX keeps the token of a failed call, and hands it to the next."""
+    seen: list[float] = []
+    fails = [True]
+
+    def note(x: Any) -> None:
+        if fails[0]:
+            raise ValueError("not now")
+        seen.append(float(x))
+
+    def fn(weights: Any, x: Any) -> Any:
+        for w in weights:
+            x = jnp.tanh(x @ w)
+        io_callback(note, None, x.sum(), ordered=True)
+        return x
+
+    weights, x = jturnip.host([np.eye(128, dtype=np.float32)] * 8), jnp.ones((128, 128))
+    f = jturnip.jit(fn, budget)
+    for _ in range(2):
+        fails[0] = True
+        with pytest.raises(RuntimeError):
+            jax.block_until_ready(f(weights, x))
+        fails[0] = False
+        seen.clear()
+        jax.block_until_ready(f(weights, x))
+        stock = jax.jit(lambda x: io_callback(note, None, x, ordered=True))
+        stock(1.0)
+        jax.effects_barrier()
+        assert len(seen) == 2
+        assert seen[1] == 1.0

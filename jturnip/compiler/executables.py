@@ -12,6 +12,7 @@ An executable lives as long as a program that uses it.
 """
 
 import concurrent.futures
+import contextlib
 import functools
 import os
 import time
@@ -356,10 +357,17 @@ class Trials:
     Attributes:
       there: bytes that are in use meanwhile.
       room: bytes that a trial may use.
+      alone: a context in which nothing else of the function runs.
       peak_bytes: the most that was in use; zero while nothing was tried.
     """
 
-    def __init__(self, there: int, room: int):
+    def __init__(
+        self,
+        there: int,
+        room: int,
+        alone: Callable[[], contextlib.AbstractContextManager[None]],
+    ):
+        self.alone = alone
         self.there = there
         self.room = room
         self.peak_bytes = 0
@@ -388,7 +396,7 @@ def try_out(
     queue = make_queue()
     slot = queue.open_slot() if queue.has_marks else -1
     token = memory.from_numpy(np.asarray(slot, np.int32), sharding)
-    with unheard():  # zeros make NaNs that are nobody's
+    with trials.alone(), unheard():  # zeros make NaNs that are nobody's
         for executable, nbytes in untried:
             executable.seconds = _seconds(executable, sharding, token)
             trials.peak_bytes = max(trials.peak_bytes, trials.there + nbytes + 2 * GRANULE)
@@ -423,9 +431,11 @@ def group_key(flat: FlatJaxpr, group: Group) -> tuple[Hashable, dict[Place, Hash
         equation = flat.equations[e]
         operands: list[Hashable] = []
         for i, v in enumerate(equation.inputs):
-            if isinstance(v, Constant):
+            if isinstance(v, Constant) and _may_be_operand(v.type.dtype):
                 operands.append(_type_key(v.type))
                 written[k, i] = _constant_key(v)
+            elif isinstance(v, Constant):
+                operands.append(_constant_key(v))
             else:
                 operands.append(names[v])
         for v in equation.outputs:
@@ -445,6 +455,11 @@ def group_key(flat: FlatJaxpr, group: Group) -> tuple[Hashable, dict[Place, Hash
         tuple(names[v] for v in group.outputs),
     )
     return bare, written
+
+
+def _may_be_operand(dtype: Any) -> bool:
+    """Whether a number can be passed whatever the caller's setting of x64 is then."""
+    return dtype == jax.dtypes.canonicalize_dtype(dtype) and dtype.itemsize < 8
 
 
 def _type_key(t: Any) -> Hashable:

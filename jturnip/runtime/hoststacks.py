@@ -81,9 +81,9 @@ class Assembly:
             at = result.argument
             in_place = at is not None and at not in keep and _is_within_reach(leaves[at])
             if at is not None and in_place:
-                leaves[at], memory = taken_over(leaves[at])
+                leaves[at], contents = taken_over(leaves[at])
                 self._taken[number] = leaves[at]
-                self._target.append(memory)
+                self._target.append(contents)
             else:
                 self._target.append(_empty(result.type))
             for k, (instance, start, stop) in enumerate(result.parts):

@@ -1,8 +1,8 @@
 """Whose turn it is on the device, among the calls of one function.
 
-The budget is the function's: for all signatures, threads and calls that nobody has waited
-for. Runs of plans take turns, and wait for what whole calls still compute. Whole calls go
-ahead as under `jax.jit`; those that copy arguments to the device wait until there is room.
+The budget is the function's, for all signatures and threads. Runs of plans take turns, and
+wait for what whole calls still compute. Whole calls that copy arguments to the device wait
+until there is room; others go ahead as under `jax.jit`, whatever else is going on.
 """
 
 import contextlib
@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import jax
 
 from jturnip import compat
+from jturnip.errors import UnsupportedError
 from jturnip.runtime import waiters
 
 
@@ -25,7 +26,7 @@ class Owner(Protocol):
 
 
 class Turn:
-    """One function's. Whoever calls a method but `dispatched` and `copied` has the lock.
+    """One function's. Whoever calls `alone`, `make_room` or `copied` has the lock.
 
     Invariant: `_under_way` has an entry for every whole call that copied arguments and
     whose result nobody has seen ready: its bytes, and that result until it is.
@@ -39,12 +40,21 @@ class Turn:
         # The last plain call's first result in each thread.
         self._last: dict[int, weakref.ref[Any]] = {}
 
+    def check(self) -> None:
+        """Raises UnsupportedError where to wait for the lock would be to wait for ever: in
+        a callback of the run that has it, which XLA calls in a thread of its own."""
+        if not isinstance(threading.current_thread(), threading._DummyThread):
+            return
+        if not self.lock.acquire(blocking=False):
+            raise UnsupportedError(
+                "the function was called by a callback while it runs in its budget, and its"
+                " calls take turns. Call another jturnip.jit of it in the callback."
+            )
+        self.lock.release()
+
     def alone(self, owner: Owner | None) -> None:
         """Waits until nothing else of the function is on the device."""
-        before = self._owner() if self._owner is not None else None
-        if before is not None and before is not owner:
-            before.leave()
-        self._owner = None if owner is None else weakref.ref(owner)
+        self._change_owner(owner)
         self.make_room(0)
         while self._last:
             _, last = self._last.popitem()
@@ -56,24 +66,42 @@ class Turn:
             self._under_way = [entry for entry in self._under_way if entry[1]]
             if sum(n for n, _ in self._under_way) <= nbytes:
                 return
-            _wait(*self._under_way.pop(0)[1])
-
-    def dispatched(self, results: Any) -> None:
-        """A plain call gave these results, all of which are ready together."""
-        first = results
-        while type(first) in (tuple, list) and first:
-            first = first[0]
-        if not isinstance(first, jax.Array):
-            first = next(iter(jax.tree.leaves(results)), None)
-        if type(first) is compat.array_type():
-            self._last[threading.get_ident()] = weakref.ref(first)
+            _wait(*self._under_way[0][1])
+            del self._under_way[0]
 
     def copied(self, nbytes: int, result: Any) -> None:
         """A call that copied arguments takes `nbytes` until this result is ready."""
         cell = [result]
         self._under_way.append((nbytes, cell))
-        waiters.start()
         waiters.submit(waiters.Job([result], lambda error, ready: cell.clear()))
+
+    def leave(self) -> None:
+        """Lets what is kept on the device between runs leave, if nothing runs."""
+        if self._owner is not None and self.lock.acquire(blocking=False):
+            try:
+                self._change_owner(None)
+            finally:
+                self.lock.release()
+
+    def dispatched(self, results: Any) -> None:
+        """A whole call gave these results, all of which are ready together.
+
+        They are waited for while somebody has them: to hold them would be to keep them.
+        """
+        first = results
+        while type(first) in (tuple, list) and first:
+            first = first[0]
+        if type(first) is not compat.array_type():
+            arrays = (r for r in jax.tree.leaves(results))
+            first = next((r for r in arrays if type(r) is compat.array_type()), None)
+        if first is not None:
+            self._last[threading.get_ident()] = weakref.ref(first)
+
+    def _change_owner(self, owner: Owner | None) -> None:
+        before = self._owner() if self._owner is not None else None
+        if before is not None and before is not owner:
+            before.leave()
+        self._owner = None if owner is None else weakref.ref(owner)
 
 
 def _wait(*arrays: Any) -> None:

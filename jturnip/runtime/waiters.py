@@ -18,8 +18,8 @@ import jax
 
 # More than one run may have in flight in all its engines.
 _THREADS = 16
-# How long the end of the process waits for each.
-_LAST_JOB_SECONDS = 10.0
+# How long the end of the process waits for jobs.
+_LAST_JOBS_SECONDS = 10.0
 _inbox: "queue.SimpleQueue[Job | None]" = queue.SimpleQueue()
 _starting = threading.Lock()
 _started: list[threading.Thread] = []
@@ -74,7 +74,9 @@ def start() -> None:
 
 
 def submit(job: Job) -> None:
-    """Hands a job to the threads, which must have been started."""
+    """Hands a job to the threads."""
+    if not _started:
+        start()
     _inbox.put(job)
 
 
@@ -94,7 +96,9 @@ def _next() -> bool:
 def _finish() -> None:
     """Lets every thread end: one that the interpreter ends while it waits inside XLA takes
     the process with it."""
+    end = time.perf_counter() + _LAST_JOBS_SECONDS
     for _ in _started:
         _inbox.put(None)
     for thread in _started:
-        thread.join(_LAST_JOB_SECONDS)
+        thread.join(max(0.0, end - time.perf_counter()))
+    _started.clear()  # whoever submits a job after this starts others

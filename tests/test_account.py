@@ -354,7 +354,8 @@ def test_a_callback_that_calls_the_function_hangs_for_neither(strategy: str):
     f: Any = jturnip.jit(fn, budget, strategy=strategy)
     f(np.float32(1.0))
     value, error = outcome(f, np.ones((256, 256), np.float32))
-    assert value == 12 or (strategy, "Call another jturnip.jit" in error) == ("turnip", True)
+    assert value == 12 or strategy == "turnip"
+    assert value == 12 or "Call another jturnip.jit" in error
     assert float(f(np.float32(2.0))) == 4
 
 

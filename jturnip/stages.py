@@ -410,6 +410,7 @@ class Lowered:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
+        self._turn.check()
         with self._turn.lock:
             self._turn.alone(None)
             yield

@@ -8,13 +8,13 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 # Whatever the steps, each kind of budget and of placement is among them.
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(24))
 def test_a_random_program_is_right_and_in_its_budget(seed: int):
     check(random_program(seed))
 
 
 def test_seeds_differ_in_all_that_can_differ():
-    programs = [random_program(seed) for seed in range(30)]
+    programs = [random_program(seed) for seed in range(24)]
     assert len({step for p in programs for step in p.steps}) == 13
     assert {p.share for p in programs} == {1.0, 0.7, 0.5, 0.25, 0.0}
     assert {p.donated for p in programs} == {True, False}

@@ -168,7 +168,7 @@ def test_many_shapes_leave_no_more_than_jax_jit():
         gc.collect(); jax.clear_caches(); gc.collect()
         print(resident() - before)
     """
-    count = 60
+    count = 25
     left = {}
     for way in ("jturnip", "jax"):
         command = [sys.executable, "-c", textwrap.dedent(program), way, str(count)]

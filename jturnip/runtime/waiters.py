@@ -69,15 +69,21 @@ def start() -> None:
         while len(_started) < _THREADS:
             name = f"jturnip-waiter-{len(_started)}"
             thread = threading.Thread(target=_serve, name=name, daemon=True)
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError:  # the interpreter ends, and starts no more
+                return
             _started.append(thread)
 
 
 def submit(job: Job) -> None:
-    """Hands a job to the threads."""
+    """Hands a job to the threads; does it at once where there can be none any more."""
     if not _started:
         start()
-    _inbox.put(job)
+    if _started:
+        _inbox.put(job)
+    else:
+        job.run()
 
 
 def _serve() -> None:

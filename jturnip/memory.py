@@ -209,9 +209,6 @@ def placed(leaf: Any, where: Any) -> Any:
     """An argument or a result where the user says that it is, committed to it."""
     if where is None:
         return leaf
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        weak = getattr(leaf, "weak_type", False)
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=weak, sharding=where)
     if isinstance(leaf, jax.Array) and leaf.sharding == where and leaf.committed:
         return leaf
     return jax.device_put(leaf, where)

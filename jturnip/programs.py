@@ -451,11 +451,11 @@ def _chain(
     _refuse_what_is_there(flat, arguments, budget)
     while True:
         chain = _chain_beside(flat, arguments, budget, how, to_host, reserve)
-        lacking = chain.plan.peak_bytes - max(0, budget.arena(device)) - _INNER
+        arena = budget.arena(device)
+        lacking = chain.plan.peak_bytes - arena - _INNER
         if lacking > 0:
             reserve += lacking
             continue
-        arena = budget.arena(device)
         away = lowering.leaving(flat, arguments, to_host, returned, arena)
         if away <= to_host:
             return chain

@@ -73,7 +73,7 @@ FULL = Sizes(
     link_rounds=3,
     depths=(4, 32),
     layer_pairs=3,
-    grown=(1_000, 2_000, 4_000, 8_000, 16_000),
+    grown=(500, 1_000, 2_000, 4_000, 8_000),
     grown_pairs=1,
 )
 _TINIEST = llama.config("tiny", layers=1, length=8, width=16, heads=2, kv_heads=1)

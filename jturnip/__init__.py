@@ -7,13 +7,14 @@ from jturnip.errors import (
     DoesNotFit as DoesNotFit,
     ExecutionError as ExecutionError,
     HostMemoryError as HostMemoryError,
+    InlinedWarning as InlinedWarning,
     InternalError as InternalError,
     JTurnipError as JTurnipError,
     PlanningError as PlanningError,
     UnsupportedError as UnsupportedError,
 )
 from jturnip.graph.plan import Plan as Plan
-from jturnip.memory import host as host
+from jturnip.memory import device as device, host as host
 from jturnip.runtime.link import SimulatedLink as SimulatedLink
 from jturnip.runtime.report import RunReport as RunReport
 

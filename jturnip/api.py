@@ -1,27 +1,30 @@
 """`jturnip.jit`: `jax.jit` in a byte budget."""
 
-import contextlib
+import dataclasses
 import functools
-import threading
+import itertools
 import types
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable
+import warnings
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 
-from jturnip import compat
-from jturnip.errors import UnsupportedError
+from jturnip import compat, memory, placement, transformations
+from jturnip.dispatch import Dispatch, History
+from jturnip.errors import DoesNotFit, InlinedWarning, UnsupportedError
+from jturnip.memory import on_device
 from jturnip.runtime.link import SimulatedLink
 from jturnip.runtime.report import RunReport
 from jturnip.runtime.turns import Turn
-from jturnip.signature import Call, Statics
-from jturnip.stages import Compiled, Lowered, Options, Traced, placed
+from jturnip.signature import Call, Flat, Statics
+from jturnip.stages import Later, Lowered, Options, Traced, anywhere, placed
+from jturnip.transformations import Function, Functions
 from jturnip.units import parse_bytes
 
 
-# Signatures that one function keeps; then the least recently used is forgotten.
-_SIGNATURES = 256
+# What parts of a transformed function leave to each other of a budget, in how many steps.
+_STEPS = 16
 
 
 def jit(
@@ -119,7 +122,8 @@ class Wrapped:
 
     def __init__(self, fn: Callable[..., Any], options: Options, keywords: dict[str, Any]):
         functools.update_wrapper(self, fn)
-        # For tracing, where arrays lie does not count; under a transformation it does.
+        self._fn, self._options, self._keywords = fn, options, keywords
+        # For tracing, where arrays lie does not count; where it is inlined it does.
         self._jitted: Any = jax.jit(fn, **keywords)
         self._inlined: Any = self._jitted
         shardings = {
@@ -129,60 +133,108 @@ class Wrapped:
         }
         if shardings:
             self._inlined = jax.jit(fn, **keywords, **shardings)
-        self._options = options
         self._statics = Statics(fn, keywords["static_argnums"], keywords["static_argnames"])
-        # The most recently used last.
-        self._compiled: OrderedDict[Hashable, Compiled] = OrderedDict()
-        # The budget is for all signatures, and all threads.
-        self._turn = Turn()
-        self._compiling = threading.RLock()
-        # What was called last; what it did, if it has been forgotten since.
-        self._last: Compiled | None = None
-        self._before: RunReport | None = None
+        self._turn, self._history = Turn(), History()
+        self._dispatch = Dispatch(
+            self._jitted, self._statics, options, self._turn, self._history
+        )
+        self._functions = Functions(fn, self._statics, self._runner)
+        self._has_warned = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs `fn`; under a transformation of JAX it is inlined as `jax.jit`'s is."""
+        """Runs `fn`; where the call becomes part of a larger jaxpr, it is inlined there."""
         call = self._statics.call(args, kwargs)
-        if call.traced or compat.jit_is_disabled():
+        if compat.jit_is_disabled():
+            args, kwargs = self._statics.with_leaves(call, on_device(call.leaves))
+            return self._jitted(*args, **kwargs)
+        if compat.is_staging() and not compat.is_for_checkpoint():
+            return self._inline(call)
+        if not call.traced:
+            call.check_alive(lambda: self._statics.names(call))
+            compiled = self._dispatch.find(call)
+            if compiled is not None:
+                return self._dispatch.run(compiled, call)
+        return self._transform(call)
+
+    def _inline(self, call: Call) -> Any:
+        """As `jax.jit` does it, with arrays in host memory brought to the device."""
+        if not self._has_warned and not compat.is_tracing():
+            self._has_warned = True
+            warnings.warn(
+                f"{self!r} was called inside another traced function (under jax.jit, for"
+                " example), and is inlined there: its gpu_bytes do not count, the memory"
+                " of the outer function does. Wrap that one in jturnip.jit instead.",
+                InlinedWarning,
+                stacklevel=3,
+            )
+        args, kwargs = self._statics.with_leaves(call, on_device(call.leaves))
+        with compat.tracing():
             return self._inlined(*args, **kwargs)
-        call.check_alive(lambda: self._statics.names(call))
-        compiled = self._find(placed(call, self._options)[0])
-        if compiled is None:
-            return self._inlined(*args, **kwargs)
-        results = compiled.call_flat(call.leaves)
-        self._last = compiled
-        return results
+
+    def _transform(self, call: Call) -> Any:
+        """Under transformations that evaluate: as an operation with rules of its own."""
+        if self._options.in_shardings is not None:
+            leaves = list(map(memory.placed, call.leaves, placed(call, self._options)[1]))
+            call = dataclasses.replace(call, leaves=leaves)
+        made = self._functions.find(call)
+        if made is None:
+            return self._inline(call)
+        results = transformations.call(made.function, [*made.closed_over, *call.leaves])
+        if self._options.out_shardings is not None:
+            tree = jax.tree.unflatten(made.out_tree, results)
+            where = placement.broadcast_shardings(
+                self._options.out_shardings, tree, "out_shardings"
+            )
+            results = map(memory.placed, results, where)
+        return jax.tree.unflatten(made.out_tree, results)
+
+    def _runner(self, function: Function) -> Callable[..., list[Any]]:
+        """What runs, in this function's budget, one that is derived from it."""
+
+        def fn(*args: Any) -> Any:
+            results = iter(function.fn(*args))
+            groups = [list(itertools.islice(results, n)) for n in function.together]
+            return (*groups, *results)
+
+        fn.__name__ = fn.__qualname__ = function.name
+        jitted, statics = jax.jit(fn), Flat(fn, function.names)
+        kept = sum(function.together)
+        options = dataclasses.replace(
+            self._options,
+            in_shardings=None,
+            out_shardings=None,
+            on_host=function.on_host,
+            later=None if function.later is None else Later(kept, function.later),
+        )
+        turn, budget = self._turn, self._options.gpu_bytes
+
+        @functools.cache
+        def dispatch(beside_bytes: int) -> Dispatch:
+            left = None if budget is None else budget - beside_bytes
+            own = dataclasses.replace(options, gpu_bytes=left)
+            return Dispatch(jitted, statics, own, turn, self._history)
+
+        def run(*args: Any) -> list[Any]:
+            call = statics.call(args, {})
+            beside_bytes = turn.residual_bytes(args)
+            if budget is not None:  # in few steps, since each is compiled for
+                step = max(1, budget // _STEPS)
+                beside_bytes = -(-beside_bytes // step) * step
+            own = dispatch(beside_bytes if budget is not None else 0)
+            try:
+                compiled = own.find(call)
+            except DoesNotFit as error:
+                raise error.beside(beside_bytes) from None
+            assert compiled is not None  # `function.fn` closes over nothing that is traced
+            results = jax.tree.leaves(own.run(compiled, call, beside_bytes))
+            if function.later is not None:
+                turn.gave_out(results[kept:])
+            return results
+
+        return run
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
-
-    def _find(self, call: Call) -> Compiled | None:
-        """The program for a call; None if `fn` closes over values that are traced."""
-        key = call.key()
-        try:
-            compiled = self._compiled.get(key)
-        except TypeError:
-            # A static argument without a hash: jax.jit says so better.
-            self._jitted.trace(*call.args, **call.kwargs)
-            raise
-        if compiled is not None:
-            with contextlib.suppress(KeyError):  # another thread may have forgotten it
-                self._compiled.move_to_end(key)
-            return compiled
-        with self._compiling:
-            compiled = self._compiled.get(key)
-            if compiled is None:
-                traced = self._trace(call)
-                if traced.closes_over_tracers:
-                    return None
-                compiled = traced.lower().compile()
-                self._compiled[key] = compiled
-                if len(self._compiled) > _SIGNATURES:
-                    self._compiled.popitem(last=False)
-        return compiled
-
-    def _trace(self, call: Call) -> Traced:
-        return Traced(self._jitted, self._statics, call, self._options, self._turn)
 
     def trace(self, *args: Any, **kwargs: Any) -> Traced:
         """Traces for arguments, or `jax.ShapeDtypeStruct`s like them.
@@ -190,7 +242,7 @@ class Wrapped:
         A struct with a sharding is taken to lie in its memory kind; one without is taken
         for a numpy array.
         """
-        return self._trace(self._statics.call(args, kwargs))
+        return self._dispatch.trace(self._statics.call(args, kwargs))
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """Traces and takes apart; allocates no arrays."""
@@ -198,19 +250,27 @@ class Wrapped:
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """Shapes and dtypes of the results."""
-        return self._jitted.eval_shape(*args, **kwargs)
+        call = self._statics.call(args, kwargs)
+        args, kwargs = self._statics.with_leaves(call, anywhere(call.leaves))
+        with compat.tracing():
+            return self._jitted.eval_shape(*args, **kwargs)
 
     def clear_cache(self) -> None:
         """Forgets every compiled signature."""
-        with self._compiling:
-            self._compiled.clear()
-            self._before, self._last = self.last_run, None
-        self._jitted.clear_cache()
+        self._history.forget_program()
+        self._dispatch.clear()
+        self._functions.clear()
 
     @property
     def last_run(self) -> RunReport | None:
-        """What the last finished call did; None before the first."""
-        return self._before if self._last is None else self._last.last_run
+        """What the last finished call did; None before the first.
+
+        Under a transformation, such as `jax.grad`, the last of the function's parts.
+        """
+        return self._history.report
+
+    def __reduce__(self) -> Any:
+        return Wrapped, (self._fn, self._options, self._keywords)
 
     def __repr__(self) -> str:
         return f"<jturnip.jit of {getattr(self, '__name__', 'a function')}>"

@@ -9,6 +9,9 @@
 | `batched_copy_array_to_devices_with_sharding` | copies quickly | `device_put` |
 | `jax._src.interpreters.pxla.batched_device_put` | the same for numpy's | `device_put` |
 | `jax._src.dispatch.runtime_tokens` | ordered effects after one failed | they fail too |
+| `jax._src.core.trace_state_clean` | no trace is going on, quickly | asks each time |
+| `jax._src.core.trace_ctx` | `jax.checkpoint` keeps the budget | it is inlined there |
+| `jax._src.core.pytype_aval_mappings` | closed-over arrays in host memory | JAX refuses |
 
 It also reads what JAX offers publicly but does not describe to type checkers.
 """
@@ -17,10 +20,12 @@ import contextlib
 import functools
 import os
 import sysconfig
-from collections.abc import Hashable
+import threading
+from collections.abc import Hashable, Iterator
 from typing import Any, TypeAlias
 
 import jax
+import jax.extend
 import numpy as np
 
 
@@ -43,6 +48,11 @@ try:
     from jax._src.source_info_util import user_frames as _user_frames
 except ImportError:  # pragma: no cover - depends on the jax version
     _user_frames: Any = None
+
+try:
+    from jax._src import core as _core
+except ImportError:  # pragma: no cover - depends on the jax version
+    _core: Any = None
 
 try:
     from jax._src.config import trace_context as _trace_context
@@ -77,6 +87,106 @@ try:
     from jax._src.dispatch import runtime_tokens as _tokens
 except ImportError:  # pragma: no cover - depends on the jax version
     _tokens: Any = None
+
+
+class _Staged(Exception):
+    """Says that an operation was to become part of a jaxpr."""
+
+
+_probe = jax.extend.core.Primitive("jturnip_probe")
+_probe.multiple_results = True
+_probe.def_impl(lambda: [])
+
+
+@_probe.def_abstract_eval
+def _say_staged() -> Any:
+    raise _Staged
+
+
+def is_staging() -> bool:
+    """Whether an operation would now become part of a jaxpr, instead of being evaluated:
+    under `jax.jit`, not under `jax.grad` or `jax.vmap` alone."""
+    if _core is not None:
+        try:
+            if _core.trace_state_clean():
+                return False
+        except AttributeError:  # another name in this version
+            pass
+    try:
+        _probe.bind()
+    except _Staged:
+        return True
+    return False
+
+
+def is_for_checkpoint() -> bool:
+    """Whether that jaxpr is one that `jax.checkpoint` evaluates."""
+    try:
+        trace = _core.trace_ctx.trace
+        while not hasattr(trace, "frame"):
+            trace = trace.parent_trace
+        return trace.frame.debug_info.traced_for.startswith("checkpoint")
+    except AttributeError:  # no trace of the kind, or another structure
+        return False
+
+
+class _Tracing(threading.local):
+    """How many functions are traced by jturnip in this thread, one inside the other."""
+
+    depth = 0
+
+
+_tracing = _Tracing()
+_tracing_lock = threading.Lock()
+_tracing_threads = 0
+
+
+def is_tracing() -> bool:
+    """Whether jturnip traces a function in this thread."""
+    return _tracing.depth > 0
+
+
+@contextlib.contextmanager
+def tracing() -> Iterator[None]:
+    """A context in which functions are traced as if all arrays were on the device, also
+    those that they close over: JAX refuses to mix memories in one operation."""
+    if not _tracing.depth:
+        _change_types(1)
+    _tracing.depth += 1
+    try:
+        yield
+    finally:
+        _tracing.depth -= 1
+        if not _tracing.depth:
+            _change_types(-1)
+
+
+def _change_types(threads: int) -> None:
+    """Exchanges what tells JAX the type of an array while any thread is tracing."""
+    global _tracing_threads
+    types = getattr(_core, "pytype_aval_mappings", None)
+    if not isinstance(types, dict) or _Array not in types:
+        return
+    with _tracing_lock:
+        _tracing_threads += threads
+        if types[_Array] is not _type_while_tracing and _tracing_threads:
+            _type_while_tracing.stock = types[_Array]
+            types[_Array] = _type_while_tracing
+        elif not _tracing_threads:
+            types[_Array] = _type_while_tracing.stock
+
+
+class _TypeWhileTracing:
+    stock: Any = None
+
+    def __call__(self, array: Any) -> Any:
+        aval = self.stock(array)
+        if _tracing.depth and aval.memory_space == jax.memory.Space.Host:
+            return aval.update(memory_space=jax.memory.Space.Device)
+        return aval
+
+
+_type_while_tracing = _TypeWhileTracing()
 
 
 def put(array: Any, sharding: Any) -> Any:

@@ -10,10 +10,14 @@
     │                        a RuntimeError)
     └── ExecutionError       an operation failed while running; its cause is attached
     InternalError            our own bug: please report it
+    InlinedWarning           a call whose memory is another function's matter
 
 A message says what was asked, what was found with its units, where in the user's code, and
 what to do next.
 """
+
+import functools
+from typing import Any
 
 
 class JTurnipError(Exception):
@@ -40,6 +44,25 @@ class DoesNotFit(PlanningError):
         super().__init__(message)
         self.needed_bytes = needed_bytes
         self.gpu_bytes = gpu_bytes
+
+    def __reduce__(self) -> Any:
+        kept = {**self.__dict__}
+        made = functools.partial(
+            DoesNotFit, needed_bytes=self.needed_bytes, gpu_bytes=self.gpu_bytes
+        )
+        return made, self.args, kept
+
+    def beside(self, nbytes: int) -> "DoesNotFit":
+        """The same as the answer to a budget of which others take so much."""
+        if not nbytes:
+            return self
+        return DoesNotFit(
+            f"{self} {nbytes} bytes more are taken by residuals of other parts of the"
+            " transformed function, of gpu_bytes"
+            f" {self.gpu_bytes + nbytes}.",
+            needed_bytes=self.needed_bytes + nbytes,
+            gpu_bytes=self.gpu_bytes + nbytes,
+        )
 
     def for_(self, gpu_bytes: int, needed_bytes: int) -> "DoesNotFit":
         """The same as the answer to another budget, which needs at least so much."""
@@ -73,3 +96,7 @@ class ExecutionError(JTurnipError, RuntimeError):
 
 class InternalError(Exception):
     """A bug in jturnip itself. Please report it with the message."""
+
+
+class InlinedWarning(UserWarning):
+    """A call inside another traced function: the memory is that function's matter."""

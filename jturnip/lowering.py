@@ -385,7 +385,7 @@ def may_fit(
     It is if there is room for all values while they are needed. Else by the TaskGraph: XLA
     may well do better than one byte for every live byte of it, but not twice as well.
     """
-    if _alive_at_most(flat) <= gpu_bytes:
+    if alive_at_most(flat) <= gpu_bytes:
         return True
     groups = partitioner().partition(gpu_bytes // _SHARE)
     graph, _ = _build(flat, groups, arguments)
@@ -395,7 +395,7 @@ def may_fit(
     return figures.liveness_peak(graph, donated) - ignored <= _HOPE * gpu_bytes
 
 
-def _alive_at_most(flat: FlatJaxpr) -> int:
+def alive_at_most(flat: FlatJaxpr) -> int:
     """The most bytes of values at once, if each is written down and lives no longer than it
     is needed; arguments live to the end."""
     nbytes = [t.nbytes for t in flat.types]

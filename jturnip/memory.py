@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from jturnip import compat, placement
 from jturnip.compat import Device
@@ -54,6 +55,51 @@ def host(tree: Tree) -> Tree:
         return _own_copy(contents, pinned)
 
     return jax.block_until_ready(jax.tree.map(copied, tree))
+
+
+def device(tree: Tree) -> Tree:
+    """Brings every array of a tree to the device: the way back from `jturnip.host`.
+
+    JAX's own operations take arrays of one memory. So what a function in a budget gave back
+    in `pinned_host`, gradients for example, is brought back before stock JAX or optax
+    compute with it, where there is room for it; or they compute with it in a function that
+    is under `jturnip.jit` itself.
+
+    Args:
+      tree: arrays of any kind: JAX arrays in any memory, numpy arrays, Python numbers.
+
+    Returns:
+      The same tree of JAX arrays with memory kind `device`. Arrays that are there already
+      are the same; as `jax.device_put`, it does not wait for the others.
+
+    Raises:
+      UnsupportedError: for an array spread over several devices.
+    """
+
+    def there(leaf: Any) -> jax.Array:
+        at = placement.device_of(leaf) or compat.default_device()
+        if isinstance(leaf, jax.Array) and not is_on_host(leaf):
+            return leaf
+        return jax.device_put(leaf, sharding(at, on_host=False))
+
+    return jax.tree.map(there, tree)
+
+
+def on_device(leaves: Sequence[Any]) -> list[Any]:
+    """Leaves, also traced ones, with those in host memory brought to the device."""
+    space = jax.memory.Space
+    return [
+        jax.device_put(leaf, space.Device)
+        if isinstance(leaf, jax.Array) and _space(leaf) == space.Host
+        else leaf
+        for leaf in leaves
+    ]
+
+
+def _space(array: Any) -> Any:
+    if isinstance(array, Tracer):
+        return getattr(jax.typeof(array), "memory_space", None)
+    return jax.memory.Space.Host if is_on_host(array) else jax.memory.Space.Device
 
 
 def _own_copy(contents: np.ndarray, where: jax.sharding.Sharding) -> jax.Array:
@@ -206,8 +252,9 @@ def in_their_places(
 
 
 def placed(leaf: Any, where: Any) -> Any:
-    """An argument or a result where the user says that it is, committed to it."""
-    if where is None:
+    """An argument or a result where the user says that it is, committed to it; one that is
+    traced stays as it is, since JAX would differentiate the move too."""
+    if where is None or isinstance(leaf, Tracer):
         return leaf
     if isinstance(leaf, jax.Array) and leaf.sharding == where and leaf.committed:
         return leaf

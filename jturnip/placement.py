@@ -212,10 +212,12 @@ class Arguments:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Where the user asks results to lie."""
+    """Where results are to lie."""
 
-    # A sharding for each result, or None; empty where nothing is asked.
+    # The sharding that the user asks for each, or None; empty where nothing is asked.
     shardings: tuple[Any, ...] = ()
+    # Whether each must be in host memory, or on the device, or None; empty likewise.
+    on_host: tuple[bool | None, ...] = ()
     # The mesh of one device that arguments are on: results are then on it too.
     mesh: Any = None
     # Results that are brought back to the device, their bytes, and whether they are then
@@ -226,16 +228,21 @@ class Wanted:
 
     def places(self, on_host: bool) -> frozenset[int]:
         """Positions of results that must end in host memory, or on the device."""
+        asked = (
+            None if s is None else s.memory_kind not in (None, "device")
+            for s in self.shardings
+        )
         return frozenset(
             i
-            for i, s in enumerate(self.shardings)
-            if s is not None and (s.memory_kind not in (None, "device")) == on_host
+            for places in (asked, self.on_host)
+            for i, there in enumerate(places)
+            if there is on_host
         )
 
     @property
     def is_nothing(self) -> bool:
         """Whether every result may be as it comes."""
-        return self.mesh is None and not any(self.shardings)
+        return self.mesh is None and not any(self.shardings) and True not in self.on_host
 
 
 @dataclass(frozen=True, slots=True)

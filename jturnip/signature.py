@@ -138,6 +138,18 @@ class Statics:
         return tuple(name(path) for path, _ in paths)
 
 
+class Flat(Statics):
+    """Of a function of positional arrays, whose names are known."""
+
+    def __init__(self, fn: Callable[..., Any], names: Sequence[str]):
+        super().__init__(fn, None, None)
+        self._leaf_names = tuple(names)
+
+    def names(self, call: Call) -> tuple[str, ...]:
+        """What to call each leaf."""
+        return self._leaf_names
+
+
 def _leaf_key(leaf: Any) -> Hashable:
     if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         weak = getattr(leaf, "weak_type", False)

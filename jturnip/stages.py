@@ -11,14 +11,14 @@ import contextlib
 import dataclasses
 import functools
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax.core import Tracer
 
-from jturnip import lowering, memory, placement
+from jturnip import compat, lowering, memory, placement
 from jturnip.compat import Device
 from jturnip.compiler.executables import Trials, compile_whole
 from jturnip.compiler.report import CompileReport
@@ -56,6 +56,19 @@ from jturnip.units import format_bytes, padded
 
 
 @dataclass(frozen=True)
+class Later:
+    """What is probably called with the last results of a function, its residuals.
+
+    They stay on the device only if that leaves room for it.
+    """
+
+    # The position of the first residual.
+    first: int
+    # Gives the function that will be called with them, as `jturnip.transformations` has it.
+    function: Callable[[], Any]
+
+
+@dataclass(frozen=True)
 class Options:
     """What the user chose, beside the function."""
 
@@ -68,6 +81,10 @@ class Options:
     out_shardings: Any = None
     # Whether arguments that nothing reads are parameters of the executable all the same.
     keep_unused: bool = False
+    # Of a part of a transformed function: whether each result must be in host memory, or on
+    # the device, or None.
+    on_host: tuple[bool | None, ...] = ()
+    later: Later | None = None
 
     def __post_init__(self) -> None:
         known = ("auto", "whole", *STRATEGIES)
@@ -75,6 +92,15 @@ class Options:
             raise ValueError(
                 f"strategy={self.strategy!r} is not known; choose one of {', '.join(known)}"
             )
+
+
+# Residuals stay on the device if they take no more than this share of the budget, and
+# more only if it is certain that there is room.
+_RESIDUALS = 4
+
+
+_OTHER_SHARDINGS = 'Give them a sharding with memory_kind="pinned_host", or none'
+_HOLD = "Hold the arguments with jturnip.host(tree)"
 
 
 def placed(call: Call, options: Options) -> tuple[Call, tuple[Any, ...]]:
@@ -102,9 +128,9 @@ def _wanted(out_info: Any, leaves: Sequence[Any], options: Options) -> Wanted:
     """Where the results of a call are to lie."""
     mesh = placement.mesh_of(leaves)
     if options.out_shardings is None:
-        return Wanted(mesh=mesh)
+        return Wanted(on_host=options.on_host, mesh=mesh)
     found = placement.broadcast_shardings(options.out_shardings, out_info, "out_shardings")
-    return Wanted(tuple(found), mesh)
+    return Wanted(tuple(found), mesh=mesh)
 
 
 class Traced:
@@ -201,6 +227,9 @@ class Lowered:
             else placement.free_device_bytes(arguments.device)
         )
         arguments = _with_room(arguments, traced, self.gpu_bytes)
+        self._result_types = list(map(Type.of, jax.tree.leaves(traced.out_info)))
+        if options.later is not None:
+            self._wanted = self._with_residuals_away(options.later, arguments.device)
         self._refusal: UnsupportedError | None = None
         self._flat: FlatJaxpr | None = None
         # Of the whole function, also where it does not fit.
@@ -217,8 +246,28 @@ class Lowered:
         # Whether every equation is to be a task of its own, for study.
         self._finest = False
         self._lock = threading.RLock()
-        self._result_types = list(map(Type.of, jax.tree.leaves(traced.out_info)))
         self._check_results_fit()
+
+    def _with_residuals_away(self, later: Later, device: Device) -> Wanted:
+        """What is wanted, with the residuals for which no room is left in host memory."""
+        arena = placement.arena_bytes(self.gpu_bytes, device)
+        sizes = {
+            i: padded(t.nbytes)
+            for i, t in enumerate(self._result_types)
+            if i >= later.first
+        }
+        room = arena // _RESIDUALS
+        if sum(sizes.values()) > room:
+            function = later.function()
+            flat = flatten(jax.jit(function.fn).trace(*function.inputs).jaxpr, ())
+            if lowering.alive_at_most(flat) <= arena:
+                return self._wanted
+        on_host = list(self._wanted.on_host) or [None] * len(self._result_types)
+        for i in sorted(sizes, key=lambda i: sizes[i]):
+            room -= sizes[i]
+            if room < 0:
+                on_host[i] = True
+        return dataclasses.replace(self._wanted, on_host=tuple(on_host))
 
     @property
     def _closed_over(self) -> list[Any]:
@@ -265,12 +314,15 @@ class Lowered:
                 f", beside {format_bytes(staying)} of arguments and closed-over arrays"
                 " there"
             )
+            what, otherwise = (
+                ("results that out_shardings places on the device", _OTHER_SHARDINGS)
+                if self._wanted.shardings
+                else ("gradients of arguments on the device, which lie there too,", _HOLD)
+            )
             raise DoesNotFit(
-                f"results that out_shardings places on the device take"
-                f" {format_bytes(asked)}{beside if staying else ''}; gpu_bytes is"
-                f" {self.gpu_bytes} ({format_bytes(self.gpu_bytes)}). Give them a sharding"
-                ' with memory_kind="pinned_host", or none, or raise gpu_bytes to at least'
-                f" {needed} ({format_bytes(needed)}).",
+                f"{what} take {format_bytes(asked)}{beside if staying else ''}; gpu_bytes"
+                f" is {self.gpu_bytes} ({format_bytes(self.gpu_bytes)}). {otherwise}, or"
+                f" raise gpu_bytes to at least {needed} ({format_bytes(needed)}).",
                 needed_bytes=needed,
                 gpu_bytes=self.gpu_bytes,
             )
@@ -599,6 +651,13 @@ def _cost_of(whole: Any | None, plan: Plan) -> dict[str, float]:
 def _trace(jitted: Any, statics: Statics, call: Call, device: Device | None) -> Any:
     """Traces as if all arrays were on the device: where they lie is the plan's matter."""
     sharding = None if device is None else jax.sharding.SingleDeviceSharding(device)
+    args, kwargs = statics.with_leaves(call, anywhere(call.leaves, sharding))
+    with compat.tracing():
+        return jitted.trace(*args, **kwargs)
+
+
+def anywhere(leaves: Sequence[Any], sharding: Any = None) -> list[Any]:
+    """Leaves of a call, with structs in the place of arrays, on one device or on any."""
 
     def strip(leaf: Any) -> Any:
         if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
@@ -608,8 +667,7 @@ def _trace(jitted: Any, statics: Statics, call: Call, device: Device | None) -> 
             leaf.shape, leaf.dtype, weak_type=weak, sharding=sharding
         )
 
-    args, kwargs = statics.with_leaves(call, list(map(strip, call.leaves)))
-    return jitted.trace(*args, **kwargs)
+    return list(map(strip, leaves))
 
 
 def _forwardable(arguments: Arguments) -> frozenset[int]:

@@ -8,13 +8,16 @@ until there is room; others go ahead as under `jax.jit`, whatever else is going 
 import contextlib
 import threading
 import weakref
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import jax
 
 from jturnip import compat
 from jturnip.errors import UnsupportedError
+from jturnip.placement import is_on_host
 from jturnip.runtime import waiters
+from jturnip.units import padded
 
 
 class Owner(Protocol):
@@ -39,6 +42,8 @@ class Turn:
         self._under_way: list[tuple[int, list[Any]]] = []
         # The last plain call's first result in each thread.
         self._last: dict[int, weakref.ref[Any]] = {}
+        # Residuals of transformed calls, on the device.
+        self._residuals: list[weakref.ref[Any]] = []
 
     def check(self) -> None:
         """Raises UnsupportedError where to wait for the lock would be to wait for ever: in
@@ -96,6 +101,17 @@ class Turn:
             first = next((r for r in arrays if type(r) is compat.array_type()), None)
         if first is not None:
             self._last[threading.get_ident()] = weakref.ref(first)
+
+    def gave_out(self, residuals: Iterable[Any]) -> None:
+        """Parts of a transformed call gave these arrays to later ones."""
+        self._residuals += [weakref.ref(r) for r in residuals if not is_on_host(r)]
+
+    def residual_bytes(self, beside: Iterable[Any]) -> int:
+        """Device bytes of residuals that are alive, without some arrays."""
+        alive = [r for ref in self._residuals if (r := ref()) is not None]
+        self._residuals = [weakref.ref(r) for r in alive if not r.is_deleted()]
+        counted = set(map(id, beside))
+        return sum(padded(r.nbytes) for r in alive if id(r) not in counted)
 
     def _change_owner(self, owner: Owner | None) -> None:
         before = self._owner() if self._owner is not None else None

@@ -1,0 +1,544 @@
+"""A jturnip function under JAX's transformations: every part of it in the budget.
+
+Under `jax.grad`, `jvp`, `vmap` and the like, a call is one operation `jturnip`, whose rules
+make other flat functions of a flat function, by JAX's public transformations: its
+linearization in two parts, the transpose of the linear one, its batched form. Each of them
+is a jturnip function in the same budget. What passes from the forward part to the backward
+one, the residuals, stays on the device if that surely leaves room for the backward part,
+else it waits in host memory.
+
+The operation is seen by JAX's eager interpreters only: where a call becomes part of a
+larger jaxpr, that jaxpr's owner decides about memory, and the call is inlined there.
+"""
+
+import dataclasses
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+import jax.extend
+import numpy as np
+from jax.core import Tracer
+from jax.interpreters import ad, batching, mlir
+
+from jturnip import compat
+from jturnip.signature import Call, Statics
+
+
+# Signatures of one function that are kept.
+_SIGNATURES = 256
+
+# Flat results of flat arguments.
+Flat = Callable[..., list[Any]]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Function:
+    """A flat function, with what runs it in the budget."""
+
+    name: str
+    fn: Flat
+    # `jax.ShapeDtypeStruct`s of the arguments, and what to call each.
+    inputs: tuple[Any, ...]
+    names: tuple[str, ...]
+    # Makes of a function what runs it with concrete arguments.
+    make: "Callable[[Function], Flat]"
+    # Numbers of results that lie together, from the first; the others lie where they may.
+    together: tuple[int, ...] = ()
+    # Whether each result must be in host memory, or on the device, or None; empty where
+    # nothing is asked. JAX has a cotangent in the memory of its argument.
+    on_host: tuple[bool | None, ...] = ()
+    # Of a forward part: the function that is probably called with its residuals, which are
+    # the results that do not lie together.
+    later: "Callable[[], Function] | None" = None
+    _derived: dict[Hashable, Any] = dataclasses.field(default_factory=dict, repr=False)
+    _lock: Any = dataclasses.field(default_factory=threading.RLock, repr=False)
+
+    def run(self, args: Sequence[Any]) -> list[Any]:
+        """Calls it in the budget."""
+        return self._once("run", lambda: self.make(self))(*args)
+
+    @property
+    def closed(self) -> Any:
+        """Its jaxpr."""
+        return self._once("jaxpr", lambda: jax.make_jaxpr(self.fn)(*self.inputs))
+
+    def jvp(self, moving: tuple[bool, ...]) -> "tuple[Function, tuple[bool, ...]]":
+        """Of the arguments and the tangents of those that move, the results and the
+        tangents of those that move with them."""
+        return self._once(("jvp", moving), lambda: _jvp_of(self, moving))
+
+    def linearized(self, moving: tuple[bool, ...]) -> "Linearized":
+        """Its two parts, where some arguments move."""
+        return self._once(("linearized", moving), lambda: _linearized(self, moving))
+
+    def transposed(
+        self,
+        linear_in: tuple[bool, ...],
+        given: tuple[bool, ...],
+        on_host: tuple[bool | None, ...] = (),
+    ) -> "Function":
+        """Of the other arguments and the cotangents of given results, the cotangents of the
+        arguments that it is linear in, where they are wanted."""
+        return self._once(
+            ("transposed", linear_in, given, on_host),
+            lambda: _transposed(self, linear_in, given, on_host),
+        )
+
+    def batched(
+        self, dims: tuple[int | None, ...], size: int
+    ) -> "tuple[Function, tuple[int | None, ...]]":
+        """The function of arguments batched along some dimensions, and those of its
+        results."""
+        return self._once(("batched", dims, size), lambda: _batched(self, dims, size))
+
+    def _once(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        key = (key, compat.trace_context())
+        with self._lock:
+            if key not in self._derived:
+                with compat.tracing():
+                    self._derived[key] = make()
+            return self._derived[key]
+
+    def derived(self, kind: str, fn: Flat, inputs: Any, names: Any, **more: Any) -> Any:
+        """Another function, in the same budget."""
+        name = f"{self.name}_{kind}"
+        return Function(name, fn, tuple(inputs), tuple(names), self.make, **more)
+
+
+@dataclasses.dataclass(frozen=True)
+class Linearized:
+    """A function in two parts.
+
+    `forward` gives the results, then residuals; `linear` takes residuals, then the tangents
+    of the arguments that move, and gives those of the results that move with them.
+    """
+
+    forward: Function
+    linear: Function
+    # Of each residual: whether it is an argument (else a result of `forward`), and which.
+    residuals: tuple[tuple[bool, int], ...]
+    results: int
+    moves: tuple[bool, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Signature:
+    """A user's function, made flat for arguments of some types."""
+
+    function: Function
+    # Traced values that it closes over: its first arguments.
+    closed_over: tuple[Any, ...]
+    out_tree: Any
+
+
+class Functions:
+    """A user's function as flat ones, by the types of its arguments."""
+
+    def __init__(
+        self, fn: Callable[..., Any], statics: Statics, make: Callable[[Function], Flat]
+    ):
+        self._fn = fn
+        self._statics = statics
+        self._make = make
+        self._known: dict[Hashable, Signature] = {}
+        self._lock = threading.RLock()
+
+    def find(self, call: Call) -> Signature | None:
+        """The flat function for a call; None for one that names axes of `vmap`, which only
+        JAX's own rules know."""
+        statics = tuple((place, type(value), value) for place, value in call.statics)
+        types = tuple(map(_struct, map(jax.typeof, call.leaves)))
+        shapes = tuple((t.shape, t.dtype, t.weak_type) for t in types)
+        key = (call.tree, statics, shapes, compat.trace_context())
+        with self._lock:
+            if key in self._known:
+                return self._known[key]
+            made = self._flat(call, types)
+            if made is not None and not made.closed_over:
+                self._known[key] = made
+                if len(self._known) > _SIGNATURES:
+                    del self._known[next(iter(self._known))]
+            return made
+
+    def _flat(self, call: Call, types: tuple[Any, ...]) -> Signature | None:
+        def of_leaves(*leaves: Any) -> Any:
+            args, kwargs = self._statics.with_leaves(call, leaves)
+            return self._fn(*args, **kwargs)
+
+        of_leaves.__name__ = of_leaves.__qualname__ = getattr(self._fn, "__name__", "fn")
+        with compat.tracing():
+            closed, out = jax.make_jaxpr(of_leaves, return_shape=True)(*types)
+        if any(type(e).__name__ == "NamedAxisEffect" for e in closed.effects):
+            return None
+        is_traced = [isinstance(c, Tracer) for c in closed.consts]
+        closed_over = tuple(_only(closed.consts, is_traced))
+        count, others = len(closed_over), _without(closed.consts, is_traced)
+
+        def fn(*args: Any) -> list[Any]:
+            traced, rest = iter(args[:count]), iter(others)
+            consts = [next(traced) if t else next(rest) for t in is_traced]
+            jaxpr = jax.extend.core.ClosedJaxpr(closed.jaxpr, consts)
+            return jax.extend.core.jaxpr_as_fun(jaxpr)(*args[count:])
+
+        elements = out if type(out) is tuple else (out,)
+        function = Function(
+            of_leaves.__name__,
+            fn,
+            (*map(_struct, map(jax.typeof, closed_over)), *types),
+            (
+                *(f"closed-over value {i}" for i in range(count)),
+                *self._statics.names(call),
+            ),
+            self._make,
+            tuple(len(jax.tree.leaves(element)) for element in elements),
+        )
+        return Signature(function, closed_over, jax.tree.structure(out))
+
+    def clear(self) -> None:
+        """Forgets every one."""
+        with self._lock:
+            self._known.clear()
+
+
+def call(function: Function, args: Sequence[Any]) -> list[Any]:
+    """Calls a function with arguments, some of which are traced."""
+    return _operation.bind(*args, function=function)
+
+
+# -- derived functions -----------------------------------------------------------------
+
+
+def _jvp_of(
+    function: Function, moving: tuple[bool, ...]
+) -> tuple[Function, tuple[bool, ...]]:
+    count = len(function.inputs)
+
+    def both(*args: Any) -> list[Any]:
+        primals, tangents = args[:count], args[count:]
+        of_moving = _of_some(function.fn, moving, _without(primals, moving))
+        found = jax.jvp(of_moving, tuple(_only(primals, moving)), tangents)
+        return [*found[0], *found[1]]
+
+    inputs = (*function.inputs, *_only(function.inputs, moving))
+    closed = jax.make_jaxpr(both)(*inputs)
+    results = len(function.closed.jaxpr.outvars)
+    depends = _depends(closed.jaxpr, closed.jaxpr.invars[count:])[results:]
+    moves = _moving_results(function, depends)
+    fn = _some_results(closed, [True] * results + list(moves))
+    names = [*function.names, *_called("the tangent of", _only(function.names, moving))]
+    together = (*_whole_groups(function), sum(moves))
+    on_host = (*function.on_host, *_only_if_any(function.on_host, moves))
+    made = function.derived("jvp", fn, inputs, names, together=together, on_host=on_host)
+    return made, moves
+
+
+def _linearized(function: Function, moving: tuple[bool, ...]) -> Linearized:
+    traced: list[Any] = []
+    tangent_types = _only(function.inputs, moving)
+
+    def both(*primals: Any) -> tuple[list[Any], list[Any]]:
+        of_moving = _of_some(function.fn, moving, _without(primals, moving))
+        results, tangent = jax.linearize(of_moving, *_only(primals, moving))
+        traced.append(jax.make_jaxpr(tangent)(*tangent_types))
+        return results, [c for c in traced[-1].consts if isinstance(c, Tracer)]
+
+    closed, (result_types, _) = jax.make_jaxpr(both, return_shape=True)(*function.inputs)
+    linear = traced[-1]
+    results = len(result_types)
+    residuals, fixed, wanted = _residuals(closed, results, linear.consts)
+    is_fixed = [f is not _RESIDUAL for f in fixed]
+    types = [_struct(v.aval) for v in _without(linear.jaxpr.constvars, is_fixed)]
+    moves = _moving_results(function, _depends(linear.jaxpr, linear.jaxpr.invars))
+
+    def of_tangents(*args: Any) -> list[Any]:
+        given, tangents = iter(args[: len(types)]), args[len(types) :]
+        consts = [next(given) if f is _RESIDUAL else f for f in fixed]
+        jaxpr = jax.extend.core.ClosedJaxpr(linear.jaxpr, consts)
+        return _only(jax.extend.core.jaxpr_as_fun(jaxpr)(*tangents), moves)
+
+    names = [
+        function.names[i] if is_argument else f"residual {k} of {function.name}"
+        for k, (is_argument, i) in enumerate(residuals)
+    ]
+    tangents = _called("the tangent of", _only(function.names, moving))
+    tangent = function.derived(
+        "tangent",
+        of_tangents,
+        (*types, *tangent_types),
+        (*names, *tangents),
+        together=(sum(moves),),
+        on_host=_only_if_any(function.on_host, moves),
+    )
+    linear_in = (False,) * len(types) + (True,) * len(tangent_types)
+    backward = lambda: tangent.transposed(linear_in, (True,) * sum(moves))
+    first = function.derived(
+        "forward",
+        _some_results(closed, wanted),
+        function.inputs,
+        function.names,
+        together=_whole_groups(function),
+        on_host=function.on_host and (*function.on_host, *(None,) * sum(wanted[results:])),
+        later=backward,
+    )
+    return Linearized(first, tangent, tuple(residuals), results, moves)
+
+
+# In the place of a constant of a linear part: that it is a residual.
+_RESIDUAL = object()
+
+
+def _residuals(
+    closed: Any, results: int, constants: Sequence[Any]
+) -> tuple[list[tuple[bool, int]], list[Any], list[bool]]:
+    """Where the constants of a linear part come from.
+
+    Args:
+      closed: the forward part, which gives results, then the traced ones of `constants`.
+      results: how many results there are.
+      constants: of the linear part.
+
+    Returns:
+      Of each residual, whether it is an argument (else a result of the forward part), and
+      which: what is an argument, or a result anyhow, is not given out again. Of each
+      constant, what it is, or `_RESIDUAL`. Of each result of `closed`, whether the forward
+      part gives it out.
+    """
+    jaxpr = closed.jaxpr
+    known = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+    places: dict[Any, tuple[bool, int]] = {v: (True, i) for i, v in enumerate(jaxpr.invars)}
+    for i, v in enumerate(jaxpr.outvars[:results]):
+        if _is_variable(v):
+            places.setdefault(v, (False, i))
+    residuals: list[tuple[bool, int]] = []
+    fixed: list[Any] = []
+    wanted = [True] * results
+    outvars = iter(jaxpr.outvars[results:])
+    for constant in constants:
+        if not isinstance(constant, Tracer):
+            fixed.append(constant)
+            continue
+        v = next(outvars)
+        is_new = _is_variable(v) and v not in known and v not in places
+        wanted.append(is_new)
+        if is_new:
+            places[v] = (False, sum(wanted) - 1)
+        if _is_variable(v) and v in places:
+            residuals.append(places[v])
+            fixed.append(_RESIDUAL)
+        else:
+            fixed.append(known[v] if _is_variable(v) else v.val)
+    return residuals, fixed, wanted
+
+
+def _transposed(
+    function: Function,
+    linear_in: tuple[bool, ...],
+    given: tuple[bool, ...],
+    on_host: tuple[bool | None, ...],
+) -> Function:
+    known = _without(function.inputs, linear_in)
+    wanted = _only(function.inputs, linear_in)
+    results = [_struct(v.aval) for v in function.closed.jaxpr.outvars]
+
+    def fn(*args: Any) -> list[Any]:
+        of_wanted = _of_some(function.fn, linear_in, args[: len(known)])
+        cotangents = iter(args[len(known) :])
+        back = jax.linear_transpose(of_wanted, *wanted)
+        return list(
+            back(
+                [
+                    next(cotangents) if there else jax.numpy.zeros(t.shape, t.dtype)
+                    for t, there in zip(results, given, strict=True)
+                ]
+            )
+        )
+
+    numbers = [f"the cotangent of result {i}" for i in range(len(results))]
+    names = [*_without(function.names, linear_in), *_only(numbers, given)]
+    inputs = [*known, *_only(results, given)]
+    together = (len(wanted),)
+    return function.derived(
+        "backward", fn, inputs, names, together=together, on_host=on_host
+    )
+
+
+def _batched(
+    function: Function, dims: tuple[int | None, ...], size: int
+) -> tuple[Function, tuple[int | None, ...]]:
+    jaxpr = function.closed.jaxpr
+    batched = [v for v, d in zip(jaxpr.invars, dims, strict=True) if d is not None]
+    out = tuple(0 if b else None for b in _depends(jaxpr, batched))
+    fn = jax.vmap(function.fn, in_axes=dims, out_axes=list(out), axis_size=size)
+    inputs = [
+        t if d is None else _struct(t, (*t.shape[:d], size, *t.shape[d:]))
+        for t, d in zip(function.inputs, dims, strict=True)
+    ]
+    later = None
+    if function.later is not None:
+        # What will be called with the residuals is batched where they are, and more.
+        later = lambda: _all_batched(function, out, size)
+    made = function.derived(
+        "batched",
+        fn,
+        inputs,
+        function.names,
+        together=function.together,
+        on_host=function.on_host,
+        later=later,
+    )
+    return made, out
+
+
+def _all_batched(function: Function, out: Sequence[int | None], size: int) -> Function:
+    assert function.later is not None
+    later = function.later()
+    return later.batched((0,) * len(later.inputs), size)[0]
+
+
+def _some_results(closed: Any, which: Sequence[bool]) -> Flat:
+    """A function that gives some results of a jaxpr."""
+    whole = jax.extend.core.jaxpr_as_fun(closed)
+    return lambda *args: _only(whole(*args), which)
+
+
+def _whole_groups(function: Function) -> tuple[int, ...]:
+    """The groups of a function whose results are all to lie in some group."""
+    results = len(function.closed.jaxpr.outvars)
+    alone = results - sum(function.together)
+    return (*function.together, *(1,) * alone)
+
+
+def _of_some(fn: Flat, which: Sequence[bool], others: Sequence[Any]) -> Flat:
+    """A function of some of its arguments, given the others."""
+
+    def of_some(*args: Any) -> list[Any]:
+        some, rest = iter(args), iter(others)
+        return fn(*(next(some) if w else next(rest) for w in which))
+
+    return of_some
+
+
+def _only(values: Sequence[Any], which: Sequence[bool]) -> list[Any]:
+    return [v for v, w in zip(values, which, strict=True) if w]
+
+
+def _only_if_any(places: Sequence[Any], which: Sequence[bool]) -> tuple[Any, ...]:
+    return tuple(_only(places, which)) if places else ()
+
+
+def _without(values: Sequence[Any], which: Sequence[bool]) -> list[Any]:
+    return [v for v, w in zip(values, which, strict=True) if not w]
+
+
+def _called(what: str, names: Sequence[str]) -> list[str]:
+    return [f"{what} {name}" for name in names]
+
+
+def _struct(aval: Any, shape: tuple[int, ...] | None = None) -> jax.ShapeDtypeStruct:
+    weak = getattr(aval, "weak_type", False)
+    shape = tuple(aval.shape) if shape is None else shape
+    return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=weak)
+
+
+def _is_variable(atom: Any) -> bool:
+    return not hasattr(atom, "val")
+
+
+def _moving_results(function: Function, depends: Sequence[bool]) -> tuple[bool, ...]:
+    """Results with tangents: those that depend on what moves, and are no integers."""
+    return tuple(
+        d and bool(jax.numpy.issubdtype(v.aval.dtype, np.inexact))
+        for v, d in zip(function.closed.jaxpr.outvars, depends, strict=True)
+    )
+
+
+def _depends(jaxpr: Any, variables: Sequence[Any]) -> tuple[bool, ...]:
+    """Which results of a jaxpr may depend on some variables."""
+    reached = set(variables)
+    for equation in jaxpr.eqns:
+        if any(_is_variable(v) and v in reached for v in equation.invars):
+            reached.update(equation.outvars)
+    return tuple(_is_variable(v) and v in reached for v in jaxpr.outvars)
+
+
+# -- the operation ---------------------------------------------------------------------
+
+
+_operation = jax.extend.core.Primitive("jturnip")
+_operation.multiple_results = True
+
+
+@_operation.def_impl
+def _run(*args: Any, function: Function) -> list[Any]:
+    return function.run(args)
+
+
+@_operation.def_effectful_abstract_eval
+def _types(*_: Any, function: Function) -> tuple[list[Any], Any]:
+    return list(function.closed.out_avals), function.closed.effects
+
+
+def _jvp(
+    primals: Sequence[Any], tangents: Sequence[Any], *, function: Function
+) -> tuple[list[Any], list[Any]]:
+    moving = tuple(not isinstance(t, ad.Zero) for t in tangents)
+    given = _only(tangents, moving)
+    if any(isinstance(x, Tracer) for x in (*primals, *given)):
+        # What is to come of the tangents is not known: the results do not wait for it.
+        parts = function.linearized(moving)
+        found = call(parts.forward, primals)
+        residuals = [primals[i] if arg else found[i] for arg, i in parts.residuals]
+        results, moves = found[: parts.results], parts.moves
+        out = call(parts.linear, [*residuals, *given])
+    else:
+        fused, moves = function.jvp(moving)
+        found = call(fused, [*primals, *given])
+        results, out = found[: len(moves)], found[len(moves) :]
+    moved = iter(out)
+    avals = function.closed.out_avals
+    return results, [
+        next(moved) if m else ad.Zero(aval.to_tangent_aval())
+        for m, aval in zip(moves, avals, strict=True)
+    ]
+
+
+def _transpose(
+    cotangents: Sequence[Any], *args: Any, function: Function
+) -> list[Any | None]:
+    linear_in = tuple(map(ad.is_undefined_primal, args))
+    given = tuple(not isinstance(ct, ad.Zero) for ct in cotangents)
+    spaces = (a.aval.memory_space for a in _only(args, linear_in))
+    on_host = tuple(space == jax.memory.Space.Host for space in spaces)
+    transposed = function.transposed(linear_in, given, on_host)
+    out = iter(call(transposed, [*_without(args, linear_in), *_only(cotangents, given)]))
+    return [_like(next(out), a.aval) if ad.is_undefined_primal(a) else None for a in args]
+
+
+def _like(cotangent: Any, aval: Any) -> Any:
+    """A cotangent, whose type, if it is traced, JAX compares with its argument's."""
+    space = jax.memory.Space.Host
+    if isinstance(cotangent, Tracer) and aval.memory_space == space:
+        return jax.device_put(cotangent, space)
+    return cotangent
+
+
+def _batch(
+    args: Sequence[Any], dims: Sequence[Any], *, function: Function
+) -> tuple[list[Any], list[int | None]]:
+    dims = tuple(dims)
+    size = next(np.shape(a)[d] for a, d in zip(args, dims, strict=True) if d is not None)
+    batched, out = function.batched(dims, size)
+    return call(batched, args), list(out)
+
+
+def _inlined(*args: Any, function: Function) -> list[Any]:
+    with compat.tracing():
+        return function.fn(*args)
+
+
+ad.primitive_jvps[_operation] = _jvp
+ad.primitive_transposes[_operation] = _transpose
+batching.primitive_batchers[_operation] = _batch
+mlir.register_lowering(_operation, mlir.lower_fun(_inlined, multiple_results=True))

@@ -1,0 +1,307 @@
+"""Calls under JAX's traces and transformations: what `jax.jit` gives, in the budget."""
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from checks import assert_same, layers, memory_kinds, tower
+from jax.experimental import checkify
+from watch import Watch
+
+import jturnip
+
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+WIDTH, LAYERS = 128, 8
+MATRIX = WIDTH * WIDTH * 4
+
+
+def loss(weights: Any, x: Any) -> jax.Array:
+    return (tower(x, weights) ** 2).sum()
+
+
+@pytest.fixture
+def weights() -> list[Any]:
+    return jturnip.host(layers(LAYERS, WIDTH))
+
+
+@pytest.fixture
+def x() -> jax.Array:
+    return jnp.linspace(-1, 1, 4 * WIDTH).reshape(4, WIDTH)
+
+
+def stock(tree: Any) -> Any:
+    return jax.tree.map(np.asarray, tree)
+
+
+def within(gpu_bytes: int, f: Any, call: Callable[[], Any], *mine: Any) -> Any:
+    """The result of a call during which no more was alive on the device."""
+    with Watch(mine) as watch:
+        result = jax.block_until_ready(call())
+    assert watch.peak_bytes <= gpu_bytes
+    assert f.last_run is not None
+    return result
+
+
+# A trace that stages
+
+
+def test_a_call_with_concrete_arguments_is_staged():
+    f = jturnip.jit(lambda x: jnp.log(x))
+    with pytest.warns(jturnip.InlinedWarning, match="lambda"):
+        jaxpr = jax.make_jaxpr(lambda: f(jnp.float32(-1)))()
+    assert [e.primitive.name for e in jaxpr.jaxpr.eqns] == ["jit"]
+
+
+def test_checkify_sees_into_a_call():
+    f = jturnip.jit(lambda x: jnp.log(x))
+    with pytest.warns(jturnip.InlinedWarning):
+        error, _ = checkify.checkify(f, errors=checkify.float_checks)(jnp.float32(-1))
+    assert "nan" in str(error.get())
+
+
+def test_a_print_in_a_call_is_heard_whenever_the_outer_function_runs(capfd: Any):
+    f = jturnip.jit(lambda x: jax.debug.print("x is {}", x))
+
+    @jax.jit
+    def outer(y: Any) -> Any:
+        f(jnp.float32(2))
+        return y
+
+    with pytest.warns(jturnip.InlinedWarning):
+        outer(1.0)
+    outer(2.0)
+    jax.effects_barrier()
+    assert capfd.readouterr().out.count("x is 2.0") == 2
+
+
+def test_host_arrays_under_an_outer_jit(weights: Any, x: Any):
+    f = jturnip.jit(loss, 4 * MATRIX)
+    with pytest.warns(jturnip.InlinedWarning):
+        found = jax.jit(lambda y: f(weights, x) + y)(1.0)
+    assert_same(found, loss(stock(weights), x) + 1.0, ulps=64)
+    with warnings.catch_warnings():  # it has been said
+        warnings.simplefilter("error")
+        ys = jnp.arange(2.0)
+        found = jax.lax.scan(lambda c, y: (c, f(weights, x) + y), 0.0, ys)[1]
+    assert_same(found, loss(stock(weights), x) + jnp.arange(2.0), ulps=64)
+
+
+def test_shapes_are_evaluated_and_nothing_else(weights: Any, x: Any):
+    calls = []
+
+    def fn(weights: Any, x: Any) -> Any:
+        jax.debug.callback(lambda: calls.append(1))
+        return loss(weights, x)
+
+    f = jturnip.jit(fn, 4 * MATRIX)
+    with pytest.warns(jturnip.InlinedWarning):
+        shape = jax.eval_shape(lambda: f(weights, x))
+    assert (shape.shape, shape.dtype) == ((), np.float32)
+    assert f.eval_shape(weights, x).shape == ()
+    jax.effects_barrier()
+    assert not calls
+
+
+def test_a_function_in_another_one_says_nothing(weights: Any, x: Any):
+    inner = jturnip.jit(loss, 4 * MATRIX)
+    outer = jturnip.jit(lambda w, x: inner(w, x) + 1, 4 * MATRIX)
+    assert_same(outer(weights, x), loss(stock(weights), x) + 1, ulps=64)
+
+
+def test_without_jit_host_arrays_are_brought_to_the_device(weights: Any, x: Any):
+    f = jturnip.jit(loss, 4 * MATRIX)
+    with jax.disable_jit():
+        assert_same(f(weights, x), loss(stock(weights), x), ulps=64)
+
+
+# Transformations that evaluate
+
+
+TRANSFORMED: dict[str, Callable[[Any], Callable[..., Any]]] = {
+    "grad": lambda f: jax.grad(f),
+    "value_and_grad": lambda f: jax.value_and_grad(f, argnums=(0, 1)),
+    "vjp": lambda f: lambda w, x: jax.vjp(f, w, x)[1](jnp.float32(2)),
+    "jvp": lambda f: lambda w, x: jax.jvp(lambda x: f(w, x), (x,), (x,)),
+    "linearize": lambda f: lambda w, x: jax.linearize(lambda x: f(w, x), x)[1](x),
+    "vmap": lambda f: lambda w, x: jax.vmap(f, (None, 0))(w, x[:, None]),
+    "gradients of each": lambda f: (
+        lambda w, x: jax.vmap(jax.grad(f, argnums=1), (None, 0))(w, x[:, None])
+    ),
+    "hessian": lambda f: (
+        lambda w, x: jax.hessian(lambda y: f(w, x * y.repeat(8)))(jnp.ones(WIDTH // 8))
+    ),
+    "checkpoint": lambda f: lambda w, x: jax.checkpoint(f)(w, x),
+    "gradient of a checkpoint": lambda f: jax.grad(jax.checkpoint(f)),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMED)
+@pytest.mark.parametrize("strategy", ["auto", "turnip"])
+def test_transformations_keep_the_budget(name: str, strategy: str, weights: Any, x: Any):
+    gpu_bytes = 6 * MATRIX
+    f = jturnip.jit(loss, gpu_bytes, strategy=strategy)
+    transformed, given = TRANSFORMED[name], stock(weights)
+    expected = transformed(jax.jit(loss))(given, x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", jturnip.InlinedWarning)
+        found = within(gpu_bytes, f, lambda: transformed(f)(weights, x), weights, x)
+    assert f.last_run.peak_bytes <= gpu_bytes
+    scale = max(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(expected))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        # Other sums in another order: of the size of the largest, not of each.
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6 * scale)
+
+
+def test_gradients_lie_with_their_arguments_and_come_back(weights: Any, x: Any):
+    """Some were on the device and some on the host, which no stock operation takes."""
+    f = jturnip.jit(loss, 6 * MATRIX)
+    gradients, of_x = jax.grad(f, argnums=(0, 1))(weights, x)
+    assert set(memory_kinds(gradients)) == {"pinned_host"}
+    assert memory_kinds(of_x) == ["device"]
+    expected = jax.grad(loss)(stock(weights), x)
+    gradients = jturnip.device(gradients)
+    assert set(memory_kinds(gradients)) == {"device"}
+    assert_same(optax.tree.norm(gradients), optax.tree.norm(expected), ulps=64)
+
+
+def test_gradients_stay_where_there_is_room(x: Any):
+    weights = layers(2, WIDTH)
+    f = jturnip.jit(loss, 64 * MATRIX)
+    gradients = jax.grad(f)(weights, x)
+    assert set(memory_kinds(gradients)) == {"device"}
+    updates, _ = optax.adam(1e-3).update(gradients, optax.adam(1e-3).init(weights))
+    optax.apply_updates(weights, updates)
+
+
+def test_gradients_for_which_there_is_no_room_are_refused(x: Any):
+    weights = list(map(jnp.asarray, layers(LAYERS, WIDTH)))
+    f = jturnip.jit(loss, (LAYERS + 6) * MATRIX)
+    with pytest.raises(jturnip.DoesNotFit, match=r"gradients .* jturnip\.host"):
+        jax.grad(f)(weights, x)
+    assert jax.grad(jturnip.jit(loss, "2MiB"))(weights, x)[0].shape == (WIDTH, WIDTH)
+
+
+def test_residuals_wait_in_host_memory_where_they_leave_no_room(weights: Any):
+    """The forward part fits whole with all of them, the backward part does not."""
+    x = jnp.ones((4 * WIDTH, WIDTH)) / WIDTH
+    gpu_bytes = 24 * MATRIX
+    f = jturnip.jit(loss, gpu_bytes)
+    found = within(gpu_bytes, f, lambda: jax.grad(f)(weights, x), weights, x)
+    expected = jax.grad(jax.jit(loss))(stock(weights), x)
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_a_transformed_function_is_compiled_once(weights: Any, x: Any):
+    traced = []
+
+    def fn(weights: Any, x: Any) -> Any:
+        traced.append(1)
+        return loss(weights, x)
+
+    f = jturnip.jit(fn, 6 * MATRIX)
+    for _ in range(3):
+        jax.grad(f)(weights, x)
+    assert len(traced) == 1
+
+
+def test_integers_have_no_gradient():
+    table = jnp.arange(12.0).reshape(4, 3)
+
+    def fn(table: Any, rows: Any) -> Any:
+        return table[rows].sum(), rows + 1
+
+    f = jturnip.jit(fn, 1 << 20)
+    found = jax.grad(lambda t, r: f(t, r)[0], argnums=(0, 1), allow_int=True)
+    expected = jax.grad(lambda t, r: fn(t, r)[0], argnums=(0, 1), allow_int=True)
+    rows = jnp.array([0, 2])
+    assert_same(found(table, rows)[0], expected(table, rows)[0])
+    assert found(table, rows)[1].dtype == jax.dtypes.float0
+
+
+def test_what_a_transformation_closes_over():
+    """The inner function closes over a value that is being differentiated."""
+
+    def outer(wrap: Any) -> Any:
+        def fn(w: Any, x: Any) -> Any:
+            return wrap(lambda x: jnp.sin(w * x).sum())(x)
+
+        return jax.grad(fn, argnums=(0, 1))
+
+    x = jnp.linspace(0, 1, 8)
+    found = outer(lambda fn: jturnip.jit(fn, 1 << 20))(2.0, x)
+    assert_same(found, outer(jax.jit)(2.0, x))
+
+
+def test_an_axis_that_vmap_names():
+    fn = lambda x: x - jax.lax.pmean(x, "batch")
+    f = jturnip.jit(fn, 1 << 20)
+    x = jnp.arange(4.0)
+    with pytest.warns(jturnip.InlinedWarning):
+        found = jax.vmap(f, axis_name="batch")(x)
+    assert_same(found, jax.vmap(jax.jit(fn), axis_name="batch")(x))
+
+
+def test_custom_rules_are_kept():
+    @jax.custom_vjp
+    def double(x: Any) -> Any:
+        return x * 2
+
+    double.defvjp(lambda x: (x * 2, None), lambda _, ct: (ct * 100,))
+    f = jturnip.jit(lambda x: double(x).sum(), 1 << 20)
+    assert_same(jax.grad(f)(jnp.ones(3)), jnp.full(3, 100.0, jnp.float32))
+
+
+def test_shardings_are_kept_under_a_transformation(x: Any):
+    device = jax.devices()[0]
+    host = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
+    weights = layers(LAYERS, WIDTH)
+    f = jturnip.jit(loss, 6 * MATRIX, in_shardings=(host, None))
+    found = within(6 * MATRIX, f, lambda: jax.grad(f, argnums=1)(weights, x), x)
+    assert_same(found, jax.grad(jax.jit(loss), argnums=1)(weights, x), ulps=4096)
+
+
+# Arrays in host memory that a function closes over
+
+
+@pytest.mark.parametrize("strategy", ["auto", "turnip", "whole"])
+def test_closed_over_arrays_in_host_memory(strategy: str, weights: Any, x: Any):
+    """JAX refuses to multiply by them, which our own advice led to."""
+    f = jturnip.jit(lambda x: loss(weights, x), 16 * MATRIX, strategy=strategy)
+    assert_same(f(x), loss(stock(weights), x), ulps=64)
+    types = {jax.typeof(w).memory_space for w in weights}
+    assert types == {jax.memory.Space.Host}
+
+
+def test_closed_over_arrays_in_host_memory_in_a_tight_budget(weights: Any, x: Any):
+    gpu_bytes = 4 * MATRIX
+    f = jturnip.jit(lambda x: loss(weights, x), gpu_bytes)
+    expected = loss(stock(weights), x)
+    found = within(gpu_bytes, f, lambda: f(x), x)
+    assert f.last_run.strategy != "whole"
+    assert_same(found, expected, ulps=64)
+    found = within(gpu_bytes, f, lambda: jax.grad(f)(x), x)
+    assert_same(found, jax.grad(jax.jit(loss), argnums=1)(stock(weights), x), ulps=4096)
+
+
+def test_partial_with_arrays_in_host_memory(weights: Any, x: Any):
+    f = jturnip.jit(functools.partial(loss, weights), 4 * MATRIX)
+    assert_same(f(x), loss(stock(weights), x), ulps=64)
+
+
+def test_closed_over_arrays_in_a_loop(weights: Any, x: Any):
+    def fn(x: Any) -> Any:
+        return jax.lax.fori_loop(0, 3, lambda _, y: jnp.tanh(y @ weights[0]), x)
+
+    expected = x
+    for _ in range(3):
+        expected = jnp.tanh(expected @ stock(weights[0]))
+    assert_same(jturnip.jit(fn, 4 * MATRIX)(x), expected, ulps=64)

@@ -12,7 +12,7 @@ import jax
 
 from jturnip import compat, memory, placement, transformations
 from jturnip.dispatch import Dispatch, History
-from jturnip.errors import DoesNotFit, InlinedWarning, UnsupportedError
+from jturnip.errors import DoesNotFit, InlinedWarning
 from jturnip.memory import on_device
 from jturnip.runtime.link import SimulatedLink
 from jturnip.runtime.report import RunReport
@@ -41,7 +41,9 @@ def jit(
     out_shardings: Any = None,
     keep_unused: bool = False,
     inline: bool = False,
-    **unsupported: Any,
+    device: Any = None,
+    backend: str | None = None,
+    compiler_options: dict[str, Any] | None = None,
 ) -> Any:
     """Like `jax.jit`, within `gpu_bytes` of device memory.
 
@@ -68,6 +70,8 @@ def jit(
       in_shardings, out_shardings: as in `jax.jit`, on one device: a tree of shardings and
         None whose leaves stand for all below them. Their memory kinds say what is held in
         host memory and streamed from there, and which results go there.
+      device, backend: the device to run on, wherever the arguments are.
+      compiler_options: XLA's, for every executable.
       static_argnums, static_argnames, donate_argnums, donate_argnames, keep_unused, inline:
         as in `jax.jit`.
 
@@ -80,17 +84,12 @@ def jit(
     Raises:
       BudgetError: `gpu_bytes` is not a size.
       ValueError: the strategy is not known.
-      UnsupportedError: a keyword of `jax.jit` that jturnip does not take.
 
     Calls raise DoesNotFit, HostMemoryError, UnsupportedError, ArgumentError or
     ExecutionError; see `jturnip.errors`.
     """
-    asked = [k for k, v in unsupported.items() if v is not None]
-    if asked:
-        raise UnsupportedError(
-            f"jturnip.jit does not take {', '.join(asked)}. Place the arguments with"
-            " jax.device_put or jturnip.host instead."
-        )
+    if backend is not None:
+        device = jax.devices(backend)[0]
     options = Options(
         None if gpu_bytes is None else parse_bytes(gpu_bytes),
         strategy,
@@ -98,6 +97,8 @@ def jit(
         _said(in_shardings),
         _said(out_shardings),
         keep_unused,
+        device,
+        tuple(sorted((compiler_options or {}).items())),
     )
     keywords = {
         "static_argnums": static_argnums,
@@ -106,6 +107,7 @@ def jit(
         "donate_argnames": donate_argnames,
         "keep_unused": keep_unused,
         "inline": inline,
+        "compiler_options": compiler_options,
     }
     if fn is None:
         return lambda fn: Wrapped(fn, options, keywords)
@@ -141,6 +143,7 @@ class Wrapped:
         self._functions = Functions(fn, self._statics, self._runner)
         self._has_warned = False
 
+    @compat.api_boundary
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs `fn`; where the call becomes part of a larger jaxpr, it is inlined there."""
         call = self._statics.call(args, kwargs)
@@ -197,7 +200,9 @@ class Wrapped:
             return (*groups, *results)
 
         fn.__name__ = fn.__qualname__ = function.name
-        jitted, statics = jax.jit(fn), Flat(fn, function.names)
+        compiler_options = self._keywords["compiler_options"]
+        jitted = jax.jit(fn, compiler_options=compiler_options)
+        statics = Flat(fn, function.names)
         kept = sum(function.together)
         options = dataclasses.replace(
             self._options,
@@ -236,6 +241,7 @@ class Wrapped:
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
 
+    @compat.api_boundary
     def trace(self, *args: Any, **kwargs: Any) -> Traced:
         """Traces for arguments, or `jax.ShapeDtypeStruct`s like them.
 
@@ -244,10 +250,12 @@ class Wrapped:
         """
         return self._dispatch.trace(self._statics.call(args, kwargs))
 
+    @compat.api_boundary
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """Traces and takes apart; allocates no arrays."""
         return self.trace(*args, **kwargs).lower()
 
+    @compat.api_boundary
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """Shapes and dtypes of the results."""
         call = self._statics.call(args, kwargs)

@@ -9,6 +9,7 @@
 | `batched_copy_array_to_devices_with_sharding` | copies quickly | `device_put` |
 | `jax._src.interpreters.pxla.batched_device_put` | the same for numpy's | `device_put` |
 | `jax._src.dispatch.runtime_tokens` | ordered effects after one failed | they fail too |
+| `jax._src.traceback_util` | hides frames that are not the user's | shows them |
 | `jax._src.core.trace_state_clean` | no trace is going on, quickly | asks each time |
 | `jax._src.core.trace_ctx` | `jax.checkpoint` keeps the budget | it is inlined there |
 | `jax._src.core.pytype_aval_mappings` | closed-over arrays in host memory | JAX refuses |
@@ -21,13 +22,15 @@ import functools
 import os
 import sysconfig
 import threading
-from collections.abc import Hashable, Iterator
-from typing import Any, TypeAlias
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.extend
 import numpy as np
 
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 # `jax.Device`, which is a variable to type checkers.
 Device: TypeAlias = Any
@@ -35,10 +38,12 @@ Device: TypeAlias = Any
 # The state of `jax.config`, whose attributes are made at run time.
 _config: Any = jax.config
 
-# Where jturnip takes functions apart, and where installed libraries are.
+# Where jturnip itself is, without what could be a user's, and installed libraries.
+_HERE = os.path.dirname(os.path.abspath(__file__))
 _PACKAGE = tuple(
-    os.path.join(os.path.dirname(os.path.abspath(__file__)), name)
-    for name in ("frontend", "compiler", "lowering.py", "stages.py", "api.py")
+    os.path.join(_HERE, name)
+    for name in os.listdir(_HERE)
+    if name not in ("models", "demo.py", "__pycache__")
 )
 _NOT_THE_USERS = _PACKAGE + tuple(
     {sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib")}
@@ -53,6 +58,11 @@ try:
     from jax._src import core as _core
 except ImportError:  # pragma: no cover - depends on the jax version
     _core: Any = None
+
+try:
+    from jax._src import traceback_util as _frames
+except ImportError:  # pragma: no cover - depends on the jax version
+    _frames: Any = None
 
 try:
     from jax._src.config import trace_context as _trace_context
@@ -87,6 +97,20 @@ try:
     from jax._src.dispatch import runtime_tokens as _tokens
 except ImportError:  # pragma: no cover - depends on the jax version
     _tokens: Any = None
+
+
+def _boundary() -> Callable[[_Function], _Function]:
+    try:
+        for path in _PACKAGE:
+            _frames.register_exclusion(path)
+        return _frames.api_boundary
+    except AttributeError:  # no such module, or other names in it
+        return lambda fn: fn
+
+
+# Decorates what users call: tracebacks of errors do not show the frames below it that are
+# jturnip's or JAX's, but as `jax_traceback_filtering` says.
+api_boundary = _boundary()
 
 
 class _Staged(Exception):

@@ -31,7 +31,7 @@ class History:
     def report(self) -> RunReport | None:
         """None before the first call."""
         report = self._before if self.last is None else self.last.last_run
-        if report is None or self.last is None:
+        if report is None or self.last is None or not self.beside_bytes:
             return report
         peak_bytes = report.peak_bytes + self.beside_bytes
         return dataclasses.replace(report, peak_bytes=peak_bytes)

@@ -468,8 +468,8 @@ def _compile(
     earlier: compiler.Compiled | None = None,
 ) -> compiler.Compiled:
     device = arguments.device if arguments.committed else None
-    context = compat.trace_context()
-    return compiler.compile_groups(flat, groups, device, context, earlier)
+    how = compiler.How(device, compat.trace_context(), arguments.compiler_options)
+    return compiler.compile_groups(flat, groups, how, earlier)
 
 
 def _build(

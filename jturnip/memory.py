@@ -96,6 +96,15 @@ def on_device(leaves: Sequence[Any]) -> list[Any]:
     ]
 
 
+def typed_as(cotangent: Any, aval: Any) -> Any:
+    """A cotangent; one that is traced with the memory of its argument as part of its type,
+    with which JAX compares it."""
+    space = jax.memory.Space.Host
+    if isinstance(cotangent, Tracer) and aval.memory_space == space:
+        return jax.device_put(cotangent, space)
+    return cotangent
+
+
 def _space(array: Any) -> Any:
     if isinstance(array, Tracer):
         return getattr(jax.typeof(array), "memory_space", None)

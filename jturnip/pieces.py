@@ -27,7 +27,7 @@ from jturnip.programs import (
 from jturnip.runners import SplitRunner, let_go
 from jturnip.runtime import hoststacks
 from jturnip.runtime.link import SimulatedLink
-from jturnip.runtime.report import RunReport
+from jturnip.runtime.report import Gathered, RunReport
 from jturnip.runtime.turns import Turn
 
 
@@ -176,9 +176,12 @@ class LoopRunner:
         (goes_on,) = self._condition.run(asked)
         beside = staying + self._beside_condition
         beside += device_bytes(constants[loop.of_condition :])
-        total = _with_peak(together([self._condition.last_run]), peak, beside)
+        gathered = Gathered()
+        gathered.at_rest(peak)
+        gathered.add(_ran(self._condition), 0, beside)
         del asked
         body, resident = self._body, 0
+        first_of_body = self._condition.plan.op_count
         try:
             if isinstance(body, SplitRunner) and bool(np.asarray(goes_on)):
                 body.hold([*constants, *carried])
@@ -188,16 +191,14 @@ class LoopRunner:
                 carried.clear()
                 stay = frozenset(i + len(constants) for i in kept)
                 goes_on, *carried = body.run(arguments, stay)
-                ran = together([body.last_run])
-                total = together([total, _with_peak(ran, 0, staying + self._beside_body)])
+                gathered.add(_ran(body), first_of_body, staying + self._beside_body)
                 # What came back as it was is still the caller's.
                 kept = {i for i in kept if carried[i] is arguments[i + len(constants)]}
                 del arguments
         finally:
             if isinstance(body, SplitRunner):
                 body.let_go()
-        moved = total.h2d_bytes + resident
-        self.last_run = dataclasses.replace(total, h2d_bytes=moved)
+        self.last_run = gathered.report(resident)
         return carried
 
     def _enter(self, constants: list[Any], carried: list[Any], kept: set[int]) -> int:
@@ -251,7 +252,10 @@ class ChoiceRunner:
         branch = self._branches[chosen]
         results = branch.run(operands, frozenset(i - 1 for i in keep))
         beside = self._beside[chosen] + device_bytes([index])
-        self.last_run = _with_peak(together([branch.last_run]), 0, beside)
+        gathered = Gathered()
+        before = sum(b.plan.op_count for b in self._branches[:chosen])
+        gathered.add(_ran(branch), before, beside)
+        self.last_run = gathered.report()
         return results
 
 
@@ -286,7 +290,18 @@ class RowsRunner:
             if i not in keep:
                 array.delete()
         seconds = time.perf_counter() - began
-        self.last_run = RunReport("driven", seconds, 0.0, 0, moved, there)
+        self.last_run = RunReport(
+            "driven",
+            seconds,
+            0.0,
+            0,
+            moved,
+            there,
+            order=(0,),
+            starts=(0.0,),
+            ends=(seconds,),
+            began=began,
+        )
         return [jax.block_until_ready(result)]
 
 
@@ -322,13 +337,23 @@ class ChainRunner:
             elif whose.ours:
                 values.may_share.add(v)
         del placed
-        reports = [self._run_stage(stage, piece, values) for stage, piece in self._stages]
-        self.last_run = together(reports)
+        gathered, first_op = Gathered(), 0
+        for stage, piece in self._stages:
+            self._run_stage(stage, piece, values, gathered, first_op)
+            first_op += piece.plan.op_count
+        self.last_run = gathered.report()
         return [
             self._result(at, output, values) for at, output in enumerate(chain.flat.outputs)
         ]
 
-    def _run_stage(self, stage: Stage, piece: Piece, values: "_Values") -> RunReport:
+    def _run_stage(
+        self,
+        stage: Stage,
+        piece: Piece,
+        values: "_Values",
+        gathered: Gathered,
+        first_op: int,
+    ) -> None:
         beside = stage.constants + values.bytes_beside(stage.reads)
         over = frozenset(stage.over)
         keep = frozenset(
@@ -338,8 +363,7 @@ class ChainRunner:
         )
         arguments = [values.arrays[v] for v in stage.reads]
         results = piece.run(arguments, keep)
-        report = piece.last_run
-        assert report is not None
+        gathered.add(_ran(piece), first_op, beside)
         # A loop that never ran gives back what it was given.
         given = {id(a): v for a, v in zip(arguments, stage.reads, strict=True)}
         del arguments
@@ -355,7 +379,7 @@ class ChainRunner:
                 given.pop(id(array), None)
             if v not in stage.unread:
                 values.arrays[v] = array
-        return _with_peak(report, stage.constants + values.bytes_beside(()), beside)
+        gathered.at_rest(stage.constants + values.bytes_beside(()))
 
     def _result(self, at: int, output: int | Parts, values: "_Values") -> Any:
         host = placement.sharding(self._device, on_host=True)
@@ -397,21 +421,7 @@ class _Values:
         )
 
 
-def together(reports: Sequence[RunReport | None]) -> RunReport:
-    """What several runs did, one after the other."""
-    done = [r for r in reports if r is not None]
-    return RunReport(
-        strategy="driven",
-        seconds=sum(r.seconds for r in done),
-        stall_seconds=sum(r.stall_seconds for r in done),
-        h2d_bytes=sum(r.h2d_bytes for r in done),
-        d2h_bytes=sum(r.d2h_bytes for r in done),
-        peak_bytes=max((r.peak_bytes for r in done), default=0),
-        compute_seconds=sum(r.compute_seconds for r in done),
-    )
-
-
-def _with_peak(report: RunReport, peak_bytes: int, beside: int) -> RunReport:
-    """The report where others took some bytes, and there once were so many at least."""
-    peak = max(report.peak_bytes + beside, peak_bytes)
-    return dataclasses.replace(report, peak_bytes=peak)
+def _ran(piece: Piece) -> RunReport:
+    """What a piece that has just run did."""
+    assert piece.last_run is not None
+    return piece.last_run

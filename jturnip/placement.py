@@ -201,13 +201,15 @@ def host_bytes_limit(device: Device) -> tuple[int, str]:
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """How a signature's flat arguments are held, and what to call them."""
+    """How a signature's flat arguments are held, what to call them, and who reads them."""
 
     whose: tuple[Whose, ...]
     names: tuple[str, ...]
     device: Device
     # Whether `device` was chosen by committed arguments.
     committed: bool
+    # Options of XLA's compiler, by name.
+    compiler_options: tuple[tuple[str, Any], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

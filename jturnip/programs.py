@@ -534,7 +534,10 @@ def _chain_beside(
         isinstance(o, Parts) or at in to_host or held[o].on_host
         for at, o in enumerate(flat.outputs)
     )
-    plan = _together([s.program.plan for s in stages], budget.room)
+    plan = _together(
+        [(_name(p), s.program.plan) for s, p in zip(stages, pieces, strict=True)],
+        budget.room,
+    )
     peak = max(s.program.plan.peak_bytes + s.waiting for s in stages)
     plan = dataclasses.replace(plan, peak_bytes=peak)
     used = tuple((v, a) for v, a in flat.constants if v in read_over)
@@ -560,7 +563,8 @@ class _Piece:
 def _name(piece: _Piece) -> str:
     if isinstance(piece.work, Equation):
         return f'"{piece.work.name}" ({piece.work.source or "unknown line"})'
-    return "the tasks before"
+    first = piece.work.equations[0]
+    return f'tasks from "{first.name}" ({first.source or "unknown line"})'
 
 
 def _pieces(flat: FlatJaxpr) -> Iterator[_Piece]:
@@ -736,7 +740,7 @@ def _loop(
     left = budget.beside(beside)
     begin = make_program(params["cond_jaxpr"], (), asked, left, how, frozenset([0]))
     used_up = _used_up(body)[of_condition + of_body :]
-    plan = _together([begin.plan, body.plan], budget.room)
+    plan = _together([("condition", begin.plan), ("body", body.plan)], budget.room)
     everything = sum(_all_constants((begin, body)).values())
     lacking = lambda program: everything - sum(program.constants.values())
     peak = max(
@@ -804,14 +808,15 @@ def _choice(
             break
         to_host = away
     places = tuple(i in to_host for i in range(len(equation.origin.outvars)))
-    plan = _together([b.plan for b in branches], budget.room)
+    plan = _together([(f"branch {i}", b.plan) for i, b in enumerate(branches)], budget.room)
     everything = sum(_all_constants(branches).values()) + beside
     peak = max(b.plan.peak_bytes + everything - sum(b.constants.values()) for b in branches)
     return Choice(dataclasses.replace(plan, peak_bytes=peak), branches, places)
 
 
-def _together(plans: Sequence[Plan], gpu_bytes: int) -> Plan:
+def _together(named: Sequence[tuple[str, Plan]], gpu_bytes: int) -> Plan:
     """The plan of pieces that run one after the other, each once."""
+    plans = tuple(dataclasses.replace(plan, name=name) for name, plan in named)
     total: Callable[[str], Any] = lambda name: sum(getattr(p, name) for p in plans)
     return Plan(
         gpu_bytes=gpu_bytes,
@@ -824,5 +829,5 @@ def _together(plans: Sequence[Plan], gpu_bytes: int) -> Plan:
         strategy="driven",
         taskgraph=TaskGraph((), (), ()),
         memgraph=MemGraph(gpu_bytes, (), (), (), ()),
-        pieces=tuple(plans),
+        pieces=plans,
     )

@@ -81,6 +81,9 @@ class Options:
     out_shardings: Any = None
     # Whether arguments that nothing reads are parameters of the executable all the same.
     keep_unused: bool = False
+    # The device to run on, or None, and options of XLA's compiler by name.
+    device: Device | None = None
+    compiler_options: tuple[tuple[str, Any], ...] = ()
     # Of a part of a transformed function: whether each result must be in host memory, or on
     # the device, or None.
     on_host: tuple[bool | None, ...] = ()
@@ -100,11 +103,12 @@ _RESIDUALS = 4
 
 
 _OTHER_SHARDINGS = 'Give them a sharding with memory_kind="pinned_host", or none'
-_HOLD = "Hold the arguments with jturnip.host(tree)"
+_GRADIENTS = "gradients of arguments that are not in pinned host memory"
+_HOLD = "JAX has them on the device: hold the arguments with jturnip.host(tree)"
 
 
 def placed(call: Call, options: Options) -> tuple[Call, tuple[Any, ...]]:
-    """A call as `in_shardings` wants it, and where it wants each leaf, or None.
+    """A call as `in_shardings` and `device` want it, and where each leaf is to be, or None.
 
     Leaves that it places are structs: they are put there when it is their turn.
 
@@ -112,11 +116,26 @@ def placed(call: Call, options: Options) -> tuple[Call, tuple[Any, ...]]:
       ValueError: `in_shardings` does not fit the arguments.
     """
     if options.in_shardings is None:
-        return call, (None,) * len(call.leaves)
+        if options.device is None:
+            return call, (None,) * len(call.leaves)
+        return _with_structs(call, [_moved(x, options.device) for x in call.leaves])
     dynamic, named = jax.tree.unflatten(call.tree, call.leaves)
     if named:
         raise ValueError("in_shardings does not go with keyword arguments")
     where = placement.broadcast_shardings(options.in_shardings, dynamic, "in_shardings")
+    return _with_structs(call, where)
+
+
+def _moved(leaf: Any, device: Device) -> Any:
+    """Where a leaf is to be for a device, or None for where it is."""
+    if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+        return None
+    if placement.device_of(leaf) in (device, None):
+        return None
+    return placement.sharding(device, placement.whose(leaf, False).on_host)
+
+
+def _with_structs(call: Call, where: Sequence[Any]) -> tuple[Call, tuple[Any, ...]]:
     leaves = [
         leaf if s is None else Type.of(jax.typeof(leaf)).struct(s)
         for leaf, s in zip(call.leaves, where, strict=True)
@@ -146,6 +165,8 @@ class Traced:
         device, committed = placement.common_device(
             [*call.leaves, *placement.structs_of(options.out_shardings)]
         )
+        if options.device is not None:
+            device, committed = options.device, True
         self._traced = _trace(jitted, statics, call, device if committed else None)
         jaxpr = self._traced.jaxpr
         committed = committed or names_a_place(jaxpr)
@@ -159,6 +180,7 @@ class Traced:
             statics.names(call),
             device,
             committed,
+            options.compiler_options,
         )
         self._wanted = _wanted(self._traced.out_info, call.leaves, options)
 
@@ -182,6 +204,7 @@ class Traced:
         """The name of the function."""
         return self._traced.fun_name
 
+    @compat.api_boundary
     def lower(self, **exporting: Any) -> Any:
         """Takes the function apart; returns a `Lowered`.
 
@@ -317,7 +340,7 @@ class Lowered:
             what, otherwise = (
                 ("results that out_shardings places on the device", _OTHER_SHARDINGS)
                 if self._wanted.shardings
-                else ("gradients of arguments on the device, which lie there too,", _HOLD)
+                else (_GRADIENTS, _HOLD)
             )
             raise DoesNotFit(
                 f"{what} take {format_bytes(asked)}{beside if staying else ''}; gpu_bytes"
@@ -351,11 +374,27 @@ class Lowered:
         """Floating-point operations and bytes accessed, of all tasks together."""
         return _cost_of(self._whole, self.plan)
 
-    def as_text(self) -> str:
-        """The jaxpr."""
-        return str(self._traced.jaxpr)
+    @property
+    def in_avals(self) -> Any:
+        """Abstract values of the arguments, in their tree."""
+        return self._traced.lower().in_avals
 
     @property
+    def donate_argnums(self) -> tuple[int, ...]:
+        """Positions of the donated arguments among all leaves."""
+        return _donated(self._traced.args_info)
+
+    def as_text(self, dialect: str | None = None, *, debug_info: bool = False) -> str:
+        """The whole function as text, in StableHLO or another dialect, as `jax.jit` has it:
+        what is split has no module of its own."""
+        return self._traced.lower().as_text(dialect, debug_info=debug_info)
+
+    def compiler_ir(self, dialect: str | None = None) -> Any:
+        """The whole function as a module of a dialect, as `jax.jit` has it."""
+        return self._traced.lower().compiler_ir(dialect)
+
+    @property
+    @compat.api_boundary
     def plan(self) -> Plan:
         """The plan, with estimated times. Compiles tasks to know their workspace.
 
@@ -396,7 +435,9 @@ class Lowered:
                 self._flat, lambda: self._partitioner, self._arguments, self.gpu_bytes
             ):
                 return None
-        whole, self._whole_report = compile_whole(self._traced)
+        whole, self._whole_report = compile_whole(
+            self._traced, self._options.compiler_options
+        )
         needed = self._whole_bytes = whole_bytes(whole, self._closed_over)
         if needed <= self.gpu_bytes:
             return whole
@@ -475,8 +516,15 @@ class Lowered:
                 return again
         return self._make_program(trials)
 
-    def compile(self) -> "Compiled":
-        """Compiles what is not compiled yet, measures the tasks, and plans with that."""
+    @compat.api_boundary
+    def compile(self, compiler_options: dict[str, Any] | None = None) -> "Compiled":
+        """Compiles what is not compiled yet, measures the tasks, and plans with that.
+
+        Args:
+          compiler_options: more of XLA's options, for every executable.
+        """
+        if compiler_options:
+            return self._with(compiler_options).compile()
         with self._lock:
             program = None
             if self._whole is not None:
@@ -519,6 +567,25 @@ class Lowered:
             runner, self._in_tree, self._arguments, self._traced, self._options, report
         )
 
+    def _with(self, compiler_options: dict[str, Any]) -> "Lowered":
+        """The same function, to be compiled with more options."""
+        merged = {**dict(self._options.compiler_options), **compiler_options}
+        options = dataclasses.replace(
+            self._options, compiler_options=tuple(sorted(merged.items()))
+        )
+        arguments = dataclasses.replace(
+            self._given, compiler_options=options.compiler_options
+        )
+        return Lowered(
+            self._traced,
+            self._in_tree,
+            arguments,
+            options,
+            self._wanted,
+            self._turn,
+            self._in_places,
+        )
+
     def _coming_back(self, program: Program) -> tuple[int, ...]:
         """Results that a program leaves in host memory although there is room for them, and
         nobody asked for them there."""
@@ -556,11 +623,23 @@ class Compiled:
             (tuple(info.shape), info.dtype) for info in jax.tree.leaves(traced.args_info)
         ]
         self.out_info = traced.out_info
+        self.args_info = traced.args_info
 
     @property
     def in_tree(self) -> Any:
         """The tree of the arguments: (positional, by name)."""
         return self._in_tree
+
+    @property
+    def in_avals(self) -> Any:
+        """Abstract values of the arguments, in their tree."""
+        avals = map(jax.typeof, jax.tree.leaves(self.args_info))
+        return jax.tree.unflatten(self._in_tree, list(avals))
+
+    @property
+    def donate_argnums(self) -> tuple[int, ...]:
+        """Positions of the donated arguments among all leaves."""
+        return _donated(self.args_info)
 
     @property
     def out_tree(self) -> Any:
@@ -594,44 +673,70 @@ class Compiled:
         return whole.memory_analysis() if whole is not None else self.plan
 
     def as_text(self) -> str:
-        """The plan in a few lines."""
-        return self.plan.summary()
+        """XLA's own text where the function runs whole, else the plan in a few lines."""
+        whole = getattr(self._runner, "whole", None)
+        return self.plan.summary() if whole is None else whole.as_text()
 
+    def runtime_executable(self) -> Any:
+        """XLA's executable where the function runs whole, else the plan."""
+        whole = getattr(self._runner, "whole", None)
+        return self.plan if whole is None else whole.runtime_executable()
+
+    @compat.api_boundary
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, tree = jax.tree.flatten((args, kwargs))
         if tree != self._in_tree:
             raise TypeError(
-                f"compiled for arguments in the tree {self._in_tree}, called with {tree}"
+                "Function compiled with input pytree does not match the input pytree it was"
+                f" called with: compiled for {self._in_tree}, called with {tree}"
+            )
+        if any([isinstance(leaf, Tracer) for leaf in leaves]):
+            raise TypeError(
+                "Cannot apply JAX transformations to a function lowered and compiled for a"
+                " particular signature. Transform the function that jturnip.jit returned."
             )
         given = Call(args, kwargs, leaves, tree, ())
         call, _ = placed(given, self._options)
-        for leaf, (shape, dtype), whose, name in zip(
-            call.leaves,
-            self._types,
-            self._arguments.whose,
-            self._arguments.names,
-            strict=True,
+        self._check_types(call.leaves)
+        for leaf, whose, name in zip(
+            call.leaves, self._arguments.whose, self._arguments.names, strict=True
         ):
-            has_type = isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
-            found: Any = leaf if has_type else jax.typeof(leaf)
-            if (tuple(found.shape), found.dtype) != (shape, dtype):
-                raise TypeError(
-                    f"{name} was compiled as {dtype}{list(shape)}, not"
-                    f" {found.dtype}{list(found.shape)}"
-                )
             is_array = isinstance(leaf, jax.Array) and not whose.ours
             if is_array and placement.whose(leaf, False).on_host != whose.on_host:
                 there = "in host memory" if whose.on_host else "on the device"
                 raise ArgumentError(
                     f"{name} was compiled to be {there}, and is not. Move it with"
-                    " jturnip.host or jax.device_put, or lower with an array like it."
+                    " jturnip.host or jturnip.device, or lower with an array like it."
                 )
         given.check_alive(lambda: self._arguments.names)
         return self.call_flat(leaves)
 
+    def _check_types(self, leaves: Sequence[Any]) -> None:
+        differing = []
+        for leaf, (shape, dtype), name in zip(
+            leaves, self._types, self._arguments.names, strict=True
+        ):
+            has_type = isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
+            found: Any = leaf if has_type else jax.typeof(leaf)
+            if (tuple(found.shape), found.dtype) != (shape, dtype):
+                differing.append(
+                    f"Argument {name} compiled with {dtype}{list(shape)} and called with"
+                    f" {found.dtype}{list(found.shape)}"
+                )
+        if differing:
+            raise TypeError(
+                "Argument types differ from the types for which this computation was"
+                " compiled. The mismatches are:\n" + "\n".join(differing)
+            )
+
     def call_flat(self, leaves: Sequence[Any]) -> Any:
         """Calls with leaves that are known to be right."""
         return self._runner.run(leaves)
+
+
+def _donated(args_info: Any) -> tuple[int, ...]:
+    infos = enumerate(jax.tree.leaves(args_info))
+    return tuple(i for i, info in infos if info.donated)
 
 
 def _cost_of(whole: Any | None, plan: Plan) -> dict[str, float]:

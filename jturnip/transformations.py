@@ -22,7 +22,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.interpreters import ad, batching, mlir
 
-from jturnip import compat
+from jturnip import compat, memory
 from jturnip.signature import Call, Statics
 
 
@@ -513,15 +513,10 @@ def _transpose(
     on_host = tuple(space == jax.memory.Space.Host for space in spaces)
     transposed = function.transposed(linear_in, given, on_host)
     out = iter(call(transposed, [*_without(args, linear_in), *_only(cotangents, given)]))
-    return [_like(next(out), a.aval) if ad.is_undefined_primal(a) else None for a in args]
-
-
-def _like(cotangent: Any, aval: Any) -> Any:
-    """A cotangent, whose type, if it is traced, JAX compares with its argument's."""
-    space = jax.memory.Space.Host
-    if isinstance(cotangent, Tracer) and aval.memory_space == space:
-        return jax.device_put(cotangent, space)
-    return cotangent
+    return [
+        memory.typed_as(next(out), a.aval) if ad.is_undefined_primal(a) else None
+        for a in args
+    ]
 
 
 def _batch(

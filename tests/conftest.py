@@ -6,6 +6,10 @@ import jax
 import pytest
 
 
+# Where a test fails, our own frames are what one wants to see.
+jax.config.update("jax_traceback_filtering", "off")
+
+
 @pytest.fixture(scope="module")
 def quick_compilation() -> Iterator[None]:
     """Takes half the time, where what runs when is tested and not how fast."""

@@ -92,7 +92,9 @@ def test_tasks_that_were_cut_again_count_as_compiled():
     def compile_groups(most_bytes: int, earlier: Any = None) -> Any:
         groups = function._partitioner.partition(most_bytes)
         context = compat.trace_context()
-        return executables.compile_groups(function._flat, groups, None, context, earlier)
+        return executables.compile_groups(
+            function._flat, groups, executables.How(None, context), earlier
+        )
 
     coarse = compile_groups(10**9)
     fine = compile_groups(0, coarse)
@@ -184,7 +186,7 @@ def test_the_tasks_of_a_function_share_the_limit_below_which_nothing_is_stored(
     assert sum(limits) == pytest.approx(set_by_user)
 
 
-def compile_lowered(compile: Callable[[], Any], *limit: float) -> tuple[Any, Origin]:
+def compile_lowered(compile: Callable[..., Any], *limit: Any) -> tuple[Any, Origin]:
     """Of something that `compile` compiles."""
     return origin.compile_lowered(types.SimpleNamespace(compile=compile), *limit)
 

@@ -24,6 +24,7 @@ from jax.experimental import io_callback
 
 import jturnip
 from jturnip.models import llama
+from jturnip.runtime.report import Gathered
 
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -423,3 +424,54 @@ def test_generating_with_streamed_weights(stacked):
     assert fn.last_run.strategy == "driven"
     assert_same((at, tokens), expected)
     assert fn.last_run.peak_bytes <= nbytes // 3
+
+
+# What a driven run did
+
+
+def test_a_driven_run_is_seen_as_any_other():
+    """Its plan had no ops, its pieces no names, and nothing told what ran in which order."""
+
+    def fn(table: Any, rows: Any, weights: Any) -> Any:
+        x = table[rows]
+        for w in weights:
+            x = jnp.tanh(x @ w)
+        body = lambda state: (state[0] + 1, jnp.tanh(state[1] @ weights[0]))
+        return jax.lax.while_loop(lambda state: state[0] < 3, body, (0, x))[1]
+
+    table, weights = jturnip.host(jnp.ones((512, 128))), jturnip.host(layers(6))
+    f = jturnip.jit(fn, 400_000, strategy="turnip")
+    f(table, jnp.arange(16), weights)
+    report, plan = f.last_run, f.lower(table, jnp.arange(16), weights).compile().plan
+    assert report is not None
+    assert report.strategy == "driven"
+    assert len(report.order) == len(report.starts) == len(report.ends)
+    assert all(b <= e for b, e in zip(report.starts, report.ends, strict=True))
+    found = [plan.locate(number) for number in report.order]
+    names = [path[0] for path, _, _ in found]
+    assert any('"gather"' in name and "test_driven.py" in name for name in names)
+    assert {path[1] for path, _, _ in found if '"while"' in path[0]} == {"condition", "body"}
+    tasks = [
+        inner.taskgraph.tasks[op.task].name
+        for path, inner, op in found
+        if path[-1] == "body" and op is not None and op.task is not None
+    ]
+    assert tasks.count(tasks[0]) == 3  # of each turn
+    assert names[0] in plan.summary()
+    with pytest.raises(IndexError):
+        plan.locate(plan.op_count)
+
+
+def test_very_many_turns_of_a_loop_are_counted(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Gathered, "MOST_OPS", 10)
+
+    def fn(w: Any, n: Any) -> Any:
+        return jax.lax.fori_loop(0, n, lambda _, y: jnp.tanh(y @ w), w)
+
+    f = jturnip.jit(fn, 260_000, strategy="turnip")
+    w = jturnip.host(layers(1)[0])
+    f(w, 50)
+    report = f.last_run
+    assert report is not None
+    assert len(report.order) == 10
+    assert report.not_in_order >= 40

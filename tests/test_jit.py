@@ -665,7 +665,8 @@ def test_double_precision_intermediates_travel():
 # Under JAX's transformations
 
 
-def test_it_is_inlined_under_grad_vmap_and_jit(jit: Jit):
+@pytest.mark.filterwarnings("ignore::jturnip.InlinedWarning")
+def test_it_may_be_under_grad_vmap_and_jit(jit: Jit):
     fn = lambda x: jnp.tanh(x @ x).sum()
     f, x = jit(fn), square(32)
     xs = jnp.stack([x, x + 1])
@@ -881,6 +882,7 @@ def test_a_simulated_link_changes_no_result():
     assert_same(f(*args), jax.jit(tower)(square(), layers(5)))
 
 
+@pytest.mark.filterwarnings("ignore::jturnip.InlinedWarning")
 def test_export_of_and_through_a_function():
     fn = jturnip.jit(lambda x: jnp.tanh(x @ x).sum(), "1MiB")
     x = jnp.linspace(0.0, 1.0, 64 * 64).reshape(64, 64)

@@ -94,11 +94,22 @@ Place: TypeAlias = tuple[int, int]
 Lifted: TypeAlias = Mapping[Hashable, frozenset[Place]]
 
 
+@dataclass(frozen=True, slots=True)
+class How:
+    """What decides, beside a task itself, what it becomes."""
+
+    # Where it will run; None for JAX's default device.
+    device: Device | None
+    # What else decides how a function traces (`compat.trace_context`).
+    context: Hashable
+    # Options of XLA's compiler, by name.
+    options: tuple[tuple[str, Any], ...] = ()
+
+
 def compile_groups(
     flat: FlatJaxpr,
     groups: Sequence[Group],
-    device: Device | None,
-    context: Hashable,
+    how: How,
     earlier: Compiled | None = None,
 ) -> Compiled:
     """Compiles the distinct tasks among `groups`.
@@ -106,8 +117,7 @@ def compile_groups(
     Args:
       flat: the function the groups are cut from.
       groups: the tasks.
-      device: where they will run; None for JAX's default device.
-      context: what else decides how a function traces (`compat.trace_context`).
+      how: for what, and in what way.
       earlier: what was compiled before for the same function, cut otherwise.
 
     Raises:
@@ -123,14 +133,14 @@ def compile_groups(
     for group, (bare, numbers) in zip(groups, shapes, strict=True):
         operands = lifted.get(bare, frozenset())
         written = tuple(n for place, n in numbers.items() if place not in operands)
-        key = (bare, operands, written, device, context, marked)
+        key = (bare, operands, written, how, marked)
         if key not in indices:
             indices[key] = len(distinct)
             distinct.append(_Work(flat, group, tuple(sorted(operands))))
         of_group.append(indices[key])
     known = [_CACHE.get(key) for key in indices]
     missing = [w for w, e in zip(distinct, known, strict=True) if e is None]
-    new, cached = _compile_in_parallel(missing, device, marked)
+    new, cached = _compile_in_parallel(missing, how, marked)
     remaining = iter(new)
     executables = tuple(next(remaining) if e is None else e for e in known)
     for key, index in indices.items():
@@ -196,10 +206,12 @@ def _lifted(
     return {**earlier, **{b: p | earlier.get(b, frozenset()) for b, p in found.items()}}
 
 
-def compile_whole(traced: Any) -> tuple[Any, CompileReport]:
+def compile_whole(
+    traced: Any, options: tuple[tuple[str, Any], ...] = ()
+) -> tuple[Any, CompileReport]:
     """A `jax.stages.Traced` as one executable, just as `jax.jit` would compile it."""
     began = time.perf_counter()
-    compiled, origin = compile_lowered(traced.lower())
+    compiled, origin = compile_lowered(traced.lower(), options=options)
     return compiled, CompileReport(
         distinct=1,
         compiled=int(origin is Origin.COMPILED),
@@ -210,7 +222,7 @@ def compile_whole(traced: Any) -> tuple[Any, CompileReport]:
 
 
 def _compile_in_parallel(
-    tasks: Sequence[_Work], device: Device | None, marked: bool
+    tasks: Sequence[_Work], how: How, marked: bool
 ) -> tuple[list[Executable], int]:
     """An executable for each task, and how many were in JAX's persistent cache."""
     if not tasks:
@@ -224,7 +236,7 @@ def _compile_in_parallel(
         pool = concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1)
         try:
             for task in tasks:
-                jitted, lowered = _lower(task, device, marked)
+                jitted, lowered = _lower(task, how, marked)
                 futures.append(
                     pool.submit(_compile, task, jitted, lowered, marked, stored_from)
                 )
@@ -246,16 +258,19 @@ def clear_cache() -> None:
     _CACHE.clear()
 
 
-def _lower(task: _Work, device: Device | None, marked: bool) -> tuple[Any, Any]:
+def _lower(task: _Work, how: How, marked: bool) -> tuple[Any, Any]:
     """Lowers in the caller's thread, whose JAX configuration counts."""
-    sharding = None if device is None else jax.sharding.SingleDeviceSharding(device)
+    sharding = None
+    if how.device is not None:
+        sharding = jax.sharding.SingleDeviceSharding(how.device)
     types = [*(task.flat.types[v] for v in task.group.inputs), *task.types]
     structs = [t.struct(sharding) for t in types]
     if marked:
         structs.append(jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding))
     function = _as_function(task, marked)
     try:
-        jitted = jax.jit(function, keep_unused=True)
+        options = dict(how.options) or None
+        jitted = jax.jit(function, keep_unused=True, compiler_options=options)
         return jitted, jitted.lower(*structs)
     except Exception as error:
         raise PlanningError(

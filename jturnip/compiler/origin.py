@@ -29,13 +29,18 @@ _ORIGINS = {
 _thread = threading.local()
 
 
-def compile_lowered(lowered: Any, stored_from: float | None = None) -> tuple[Any, Origin]:
+def compile_lowered(
+    lowered: Any,
+    stored_from: float | None = None,
+    options: tuple[tuple[str, Any], ...] = (),
+) -> tuple[Any, Origin]:
     """Compiles a `jax.stages.Lowered`.
 
     Args:
       lowered: what to compile.
       stored_from: what compiles in fewer seconds is not put into the persistent cache; None
         for what the user has set.
+      options: of XLA's compiler, by name, beside those it was lowered with.
 
     Returns:
       The `jax.stages.Compiled`, and where its executable came from.
@@ -46,7 +51,7 @@ def compile_lowered(lowered: Any, stored_from: float | None = None) -> tuple[Any
     if stored_from is not None:
         limit = compat.storing_from(stored_from)
     with limit:
-        compiled = lowered.compile()
+        compiled = lowered.compile(dict(options)) if options else lowered.compile()
     for origin in (Origin.CACHED, Origin.COMPILED):  # JAX tells of both where it is cached
         if origin in heard:
             return compiled, origin

@@ -5,7 +5,7 @@ import textwrap
 from dataclasses import dataclass, field
 from typing import Any
 
-from jturnip.graph.memgraph import MemGraph, OpKind
+from jturnip.graph.memgraph import MemGraph, Op, OpKind
 from jturnip.graph.serialize import memgraph_to_json_dict
 from jturnip.graph.taskgraph import TaskGraph
 from jturnip.units import format_bytes
@@ -38,6 +38,32 @@ class Plan:
     # Where a loop or a branch is driven (`strategy` "driven"): the plans of its pieces. The
     # figures then count each piece once.
     pieces: "tuple[Plan, ...]" = field(default=(), repr=False)
+    # Of a piece, what it is: "body", "branch 0", an operation with the user's line.
+    name: str = ""
+
+    @property
+    def op_count(self) -> int:
+        """How many numbers its ops take in the order of a run: those of its pieces come one
+        after the other, and a piece without ops counts as one."""
+        if self.pieces:
+            return sum(piece.op_count for piece in self.pieces)
+        return max(1, len(self.memgraph.ops))
+
+    def locate(self, number: int) -> "tuple[tuple[str, ...], Plan, Op | None]":
+        """Where a number in `last_run.order` is: the names of the pieces around it, the
+        plan of the innermost, and its op there; None for a piece without ops.
+
+        Raises:
+          IndexError: the plan has no such number.
+        """
+        if not 0 <= number < self.op_count:
+            raise IndexError(f"op {number} of a plan with {self.op_count}")
+        for piece in self.pieces:
+            if number < piece.op_count:
+                names, plan, op = piece.locate(number)
+                return (piece.name, *names), plan, op
+            number -= piece.op_count
+        return (), self, self.memgraph.ops[number] if self.memgraph.ops else None
 
     def to_json_dict(self) -> dict[str, Any]:
         """The plan as plain data, schema 1, complete enough for another verifier."""
@@ -55,7 +81,7 @@ class Plan:
         }
         plain = memgraph_to_json_dict(self.taskgraph, self.memgraph)
         figures["pieces"] = [piece.to_json_dict() for piece in self.pieces]
-        return {**plain, "gpu_bytes": self.gpu_bytes, **figures}
+        return {**plain, "name": self.name, "gpu_bytes": self.gpu_bytes, **figures}
 
     def to_json(self) -> str:
         """`to_json_dict` as text."""
@@ -64,7 +90,9 @@ class Plan:
     def summary(self) -> str:
         """A few lines for people."""
         if self.pieces:
-            pieces = "\n".join(p.summary() for p in self.pieces)
+            pieces = "\n".join(
+                f"{p.name}:\n{textwrap.indent(p.summary(), '  ')}" for p in self.pieces
+            )
             return f"{len(self.pieces)} pieces, driven:\n" + textwrap.indent(pieces, "  ")
         kinds = [op.kind for op in self.memgraph.ops]
         lines = [

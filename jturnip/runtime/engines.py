@@ -22,7 +22,7 @@ from jturnip.compiler import nans
 from jturnip.compiler.executables import Executable
 from jturnip.errors import ExecutionError
 from jturnip.graph.memgraph import MemGraph
-from jturnip.graph.taskgraph import TaskGraph
+from jturnip.graph.taskgraph import Buffer, Task, TaskGraph
 from jturnip.native.queue import CompletionQueue, make_queue
 from jturnip.runtime import waiters
 from jturnip.runtime.hoststacks import Assembly
@@ -45,6 +45,8 @@ class Step(NamedTuple):
     reads: tuple[int, ...]
     writes: tuple[int, ...]
     numbers: tuple[np.ndarray, ...] = ()
+    # Of a transfer, in the profiler: what it moves.
+    name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,7 @@ def make_program(
     task passes to its own, and to a device."""
     waiters.start()
     host_readers = [0] * len(memgraph.instances)
+    written = {b: task for task in graph.tasks for b in task.outputs}
     steps = []
     for op, engine in zip(memgraph.ops, schedule.engines, strict=True):
         call, marked, passed = None, False, ()
@@ -86,7 +89,12 @@ def make_program(
             passed = numbers[op.task]
         elif engine == H2D:
             host_readers[op.reads[0]] += 1
-        steps.append(Step(engine, call, marked, op.reads, op.writes, passed))
+        name = ""
+        if engine in (H2D, D2H):
+            buffer = graph.buffers[memgraph.instances[op.reads[0]].buffer]
+            verb = "reload" if engine == H2D else "offload"
+            name = f"jturnip {verb} {_name(buffer, written.get(buffer.id))}"
+        steps.append(Step(engine, call, marked, op.reads, op.writes, passed, name))
     return Program(
         graph,
         memgraph,
@@ -97,6 +105,12 @@ def make_program(
         placement.sharding(device, on_host=True),
         blame,
     )
+
+
+def _name(buffer: Buffer, written_by: Task | None) -> str:
+    if buffer.name or written_by is None:
+        return buffer.name or "an array"
+    return f"a result of task {written_by.id} {written_by.name}"
 
 
 class DeviceEngines:
@@ -233,7 +247,8 @@ class DeviceEngines:
         to_host = step.engine == D2H
         target = program.host_sharding if to_host else program.device_sharding
         source, written = self.arrays[step.reads[0]], step.writes[0]
-        array = memory.transferred(source, target)
+        with jax.profiler.TraceAnnotation(step.name):
+            array = memory.transferred(source, target)
         self.arrays[written] = array
         self._in_flight[op] = array
         put = None

@@ -23,10 +23,15 @@ class RunReport:
     peak_bytes: int
     # Sum of the runs' own times on the device.
     compute_seconds: float = 0.0
-    # Op ids of the plan in the order they were started, drops left out, and their times.
+    # Op ids of the plan in the order they were started, drops left out, and their times. Of
+    # a plan in pieces, numbers that `Plan.locate` knows; what a loop repeats comes again.
     order: tuple[int, ...] = field(default=(), repr=False)
     starts: tuple[float, ...] = field(default=(), repr=False)
     ends: tuple[float, ...] = field(default=(), repr=False)
+    # How many more ops there were, of a loop with very many turns.
+    not_in_order: int = 0
+    # When its loop began, by `time.perf_counter`.
+    began: float = field(default=0.0, repr=False, compare=False)
 
     def summary(self) -> str:
         """One line for people."""
@@ -34,6 +39,65 @@ class RunReport:
             f"{self.strategy}: {self.seconds:.3f} s, stalled {self.stall_seconds:.3f} s,"
             f" peak {format_bytes(self.peak_bytes)}, {format_bytes(self.h2d_bytes)} to the"
             f" device, {format_bytes(self.d2h_bytes)} to the host"
+        )
+
+
+class Gathered:
+    """The reports of pieces that run one after the other, as they come, in one."""
+
+    # Of what a loop does over and over, so many ops are told of one by one.
+    MOST_OPS = 100_000
+
+    def __init__(self) -> None:
+        self._began: float | None = None
+        self._seconds = self._stall = self._compute = 0.0
+        self._h2d = self._d2h = self._peak = self._left_out = 0
+        self._order: list[int] = []
+        self._starts: list[float] = []
+        self._ends: list[float] = []
+
+    def add(self, report: RunReport, first_op: int = 0, beside_bytes: int = 0) -> None:
+        """One more piece ran.
+
+        Args:
+          report: what it did.
+          first_op: the number, among the ops of all pieces, of its first op.
+          beside_bytes: what others took on the device meanwhile.
+        """
+        if self._began is None:
+            self._began = report.began
+        later = report.began - self._began
+        self._seconds += report.seconds
+        self._stall += report.stall_seconds
+        self._compute += report.compute_seconds
+        self._h2d += report.h2d_bytes
+        self._d2h += report.d2h_bytes
+        self._peak = max(self._peak, report.peak_bytes + beside_bytes)
+        told = max(0, min(len(report.order), self.MOST_OPS - len(self._order)))
+        self._order += [first_op + op for op in report.order[:told]]
+        self._starts += [later + seconds for seconds in report.starts[:told]]
+        self._ends += [later + seconds for seconds in report.ends[:told]]
+        self._left_out += len(report.order) - told + report.not_in_order
+
+    def at_rest(self, nbytes: int) -> None:
+        """So many bytes are on the device between two pieces."""
+        self._peak = max(self._peak, nbytes)
+
+    def report(self, h2d_bytes: int = 0) -> RunReport:
+        """All of it, with so many bytes more that were moved to the device."""
+        return RunReport(
+            strategy="driven",
+            seconds=self._seconds,
+            stall_seconds=self._stall,
+            h2d_bytes=self._h2d + h2d_bytes,
+            d2h_bytes=self._d2h,
+            peak_bytes=self._peak,
+            compute_seconds=self._compute,
+            order=tuple(self._order),
+            starts=tuple(self._starts),
+            ends=tuple(self._ends),
+            not_in_order=self._left_out,
+            began=self._began or 0.0,
         )
 
 
@@ -100,6 +164,7 @@ class Recorder:
             order=tuple(self._order),
             starts=tuple(starts),
             ends=tuple(ends),
+            began=begin,
         )
 
     def _moved(self, engine: int) -> int:

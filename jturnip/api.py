@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 import types
 import warnings
 from collections.abc import Callable, Iterable
@@ -10,7 +9,7 @@ from typing import Any
 
 import jax
 
-from jturnip import compat, memory, placement, transformations
+from jturnip import compat, memory, placement
 from jturnip.dispatch import Dispatch, History
 from jturnip.errors import DoesNotFit, InlinedWarning
 from jturnip.memory import on_device
@@ -18,11 +17,21 @@ from jturnip.runtime.link import SimulatedLink
 from jturnip.runtime.report import RunReport
 from jturnip.runtime.turns import Turn
 from jturnip.signature import Call, Flat, Statics
-from jturnip.stages import Later, Lowered, Options, Traced, anywhere, placed
+from jturnip.stages import Lowered, Options, Part, Traced, anywhere, placed
 from jturnip.transformations import Function, Functions
 from jturnip.units import parse_bytes
 
 
+# Why a call is not run in its budget.
+_TRACED = (
+    "was called inside another traced function (under jax.jit, for example), and is inlined"
+    " there: its gpu_bytes do not count, the memory of the outer function does. Wrap that"
+    " one in jturnip.jit instead."
+)
+_OTHER_RULES = (
+    "has references that are transformed, or names an axis of jax.vmap, which only jax.jit's"
+    " own rules know: it runs as under jax.jit, and its gpu_bytes do not count."
+)
 # What parts of a transformed function leave to each other of a budget, in how many steps.
 _STEPS = 16
 
@@ -140,7 +149,13 @@ class Wrapped:
         self._dispatch = Dispatch(
             self._jitted, self._statics, options, self._turn, self._history
         )
-        self._functions = Functions(fn, self._statics, self._runner)
+        runner = functools.partial(
+            _runner,
+            options=options,
+            turn=self._turn,
+            history=self._history,
+        )
+        self._functions = Functions(fn, self._statics, runner)
         self._has_warned = False
 
     @compat.api_boundary
@@ -150,8 +165,9 @@ class Wrapped:
         if compat.jit_is_disabled():
             args, kwargs = self._statics.with_leaves(call, on_device(call.leaves))
             return self._jitted(*args, **kwargs)
-        if compat.is_staging() and not compat.is_for_checkpoint():
-            return self._inline(call)
+        if compat.is_staging():
+            in_budget = compat.is_for_checkpoint()
+            return self._transform(call) if in_budget else self._inline(call)
         if not call.traced:
             call.check_alive(lambda: self._statics.names(call))
             compiled = self._dispatch.find(call)
@@ -159,17 +175,11 @@ class Wrapped:
                 return self._dispatch.run(compiled, call)
         return self._transform(call)
 
-    def _inline(self, call: Call) -> Any:
+    def _inline(self, call: Call, why: str = _TRACED) -> Any:
         """As `jax.jit` does it, with arrays in host memory brought to the device."""
         if not self._has_warned and not compat.is_tracing():
             self._has_warned = True
-            warnings.warn(
-                f"{self!r} was called inside another traced function (under jax.jit, for"
-                " example), and is inlined there: its gpu_bytes do not count, the memory"
-                " of the outer function does. Wrap that one in jturnip.jit instead.",
-                InlinedWarning,
-                stacklevel=3,
-            )
+            warnings.warn(f"{self!r} {why}", InlinedWarning, stacklevel=4)
         args, kwargs = self._statics.with_leaves(call, on_device(call.leaves))
         with compat.tracing():
             return self._inlined(*args, **kwargs)
@@ -181,8 +191,8 @@ class Wrapped:
             call = dataclasses.replace(call, leaves=leaves)
         made = self._functions.find(call)
         if made is None:
-            return self._inline(call)
-        results = transformations.call(made.function, [*made.closed_over, *call.leaves])
+            return self._inline(call, _OTHER_RULES)
+        results = made.run(call.leaves)
         if self._options.out_shardings is not None:
             tree = jax.tree.unflatten(made.out_tree, results)
             where = placement.broadcast_shardings(
@@ -190,53 +200,6 @@ class Wrapped:
             )
             results = map(memory.placed, results, where)
         return jax.tree.unflatten(made.out_tree, results)
-
-    def _runner(self, function: Function) -> Callable[..., list[Any]]:
-        """What runs, in this function's budget, one that is derived from it."""
-
-        def fn(*args: Any) -> Any:
-            results = iter(function.fn(*args))
-            groups = [list(itertools.islice(results, n)) for n in function.together]
-            return (*groups, *results)
-
-        fn.__name__ = fn.__qualname__ = function.name
-        compiler_options = self._keywords["compiler_options"]
-        jitted = jax.jit(fn, compiler_options=compiler_options)
-        statics = Flat(fn, function.names)
-        kept = sum(function.together)
-        options = dataclasses.replace(
-            self._options,
-            in_shardings=None,
-            out_shardings=None,
-            on_host=function.on_host,
-            later=None if function.later is None else Later(kept, function.later),
-        )
-        turn, budget = self._turn, self._options.gpu_bytes
-
-        @functools.cache
-        def dispatch(beside_bytes: int) -> Dispatch:
-            left = None if budget is None else budget - beside_bytes
-            own = dataclasses.replace(options, gpu_bytes=left)
-            return Dispatch(jitted, statics, own, turn, self._history)
-
-        def run(*args: Any) -> list[Any]:
-            call = statics.call(args, {})
-            beside_bytes = turn.residual_bytes(args)
-            if budget is not None:  # in few steps, since each is compiled for
-                step = max(1, budget // _STEPS)
-                beside_bytes = -(-beside_bytes // step) * step
-            own = dispatch(beside_bytes if budget is not None else 0)
-            try:
-                compiled = own.find(call)
-            except DoesNotFit as error:
-                raise error.beside(beside_bytes) from None
-            assert compiled is not None  # `function.fn` closes over nothing that is traced
-            results = jax.tree.leaves(own.run(compiled, call, beside_bytes))
-            if function.later is not None:
-                turn.gave_out(results[kept:])
-            return results
-
-        return run
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
@@ -261,7 +224,11 @@ class Wrapped:
         call = self._statics.call(args, kwargs)
         args, kwargs = self._statics.with_leaves(call, anywhere(call.leaves))
         with compat.tracing():
-            return self._jitted.eval_shape(*args, **kwargs)
+            return self._inlined.eval_shape(*args, **kwargs)
+
+    def _cache_size(self) -> int:
+        """How many signatures are compiled, as `jax.jit`'s functions say it."""
+        return len(self._dispatch)
 
     def clear_cache(self) -> None:
         """Forgets every compiled signature."""
@@ -282,3 +249,62 @@ class Wrapped:
 
     def __repr__(self) -> str:
         return f"<jturnip.jit of {getattr(self, '__name__', 'a function')}>"
+
+
+def _runner(
+    function: Function,
+    options: Options,
+    turn: Turn,
+    history: History,
+) -> Callable[..., list[Any]]:
+    """What runs, in the budget of a function, one that is derived from it.
+
+    Args:
+      function: the derived one.
+      options, turn, history: those of the function of the user.
+    """
+
+    fn = lambda *args: function.fn(*args)
+    fn.__name__ = fn.__qualname__ = function.name
+    jitted = jax.jit(
+        fn,
+        donate_argnums=function.donated,
+        compiler_options=dict(options.compiler_options) or None,
+    )
+    statics = Flat(fn, function.names)
+    part = Part(function.groups, function.on_host, function.later)
+    budget = options.gpu_bytes
+
+    def in_steps(nbytes: int) -> int:  # since each is compiled for
+        step = 1 if budget is None else max(1, budget // _STEPS)
+        return 0 if budget is None else -(-nbytes // step) * step
+
+    @functools.cache
+    def dispatch(beside_bytes: int, residual_bytes: int) -> Dispatch:
+        own = dataclasses.replace(
+            options,
+            gpu_bytes=None if budget is None else budget - beside_bytes,
+            in_shardings=None,
+            out_shardings=None,
+            part=dataclasses.replace(
+                part, residual_bytes=residual_bytes, beside_bytes=beside_bytes
+            ),
+        )
+        return Dispatch(jitted, statics, own, turn, history)
+
+    def run(*args: Any) -> list[Any]:
+        call = statics.call(args, {})
+        beside_bytes = in_steps(turn.residual_bytes(args))
+        # Only what leaves residuals itself must know of all others.
+        held = turn.residual_bytes(()) if part.residuals else 0
+        own = dispatch(beside_bytes, in_steps(held))
+        try:
+            compiled = own.find(call)
+        except DoesNotFit as error:
+            raise error.beside(beside_bytes) from None
+        assert compiled is not None  # `function.fn` closes over nothing that is traced
+        results = jax.tree.leaves(own.run(compiled, call, beside_bytes))
+        turn.gave_out(results[i] for i in part.residuals)
+        return results
+
+    return run

@@ -2,13 +2,15 @@
 
 | private | what for | without it |
 | --- | --- | --- |
-| `jax._src.source_info_util.user_frames` | the user's file and line | no line |
+| `jax._src.source_info_util` | the user's file and line | no line |
 | `jax._src.config.trace_context` | what changes how a function traces | the x64 mode |
 | `persistent_cache_min_compile_time_secs` | stores what compiles quickly | does not |
 | `jax._src.array.ArrayImpl` | results not committed, or weakly typed | the other |
 | `batched_copy_array_to_devices_with_sharding` | copies quickly | `device_put` |
 | `jax._src.interpreters.pxla.batched_device_put` | the same for numpy's | `device_put` |
 | `jax._src.dispatch.runtime_tokens` | ordered effects after one failed | they fail too |
+| `jax._src.state.discharge` | functions of references are split | one task, inlined |
+| `jax.Ref._refs._buf` | references change in place | are read, and written |
 | `jax._src.traceback_util` | hides frames that are not the user's | shows them |
 | `jax._src.core.trace_state_clean` | no trace is going on, quickly | asks each time |
 | `jax._src.core.trace_ctx` | `jax.checkpoint` keeps the budget | it is inlined there |
@@ -50,14 +52,19 @@ _NOT_THE_USERS = _PACKAGE + tuple(
 )
 
 try:
-    from jax._src.source_info_util import user_frames as _user_frames
+    from jax._src import source_info_util as _lines
 except ImportError:  # pragma: no cover - depends on the jax version
-    _user_frames: Any = None
+    _lines: Any = None
 
 try:
     from jax._src import core as _core
 except ImportError:  # pragma: no cover - depends on the jax version
     _core: Any = None
+
+try:
+    from jax._src.state import discharge as _discharge
+except ImportError:  # pragma: no cover - depends on the jax version
+    _discharge: Any = None
 
 try:
     from jax._src import traceback_util as _frames
@@ -103,6 +110,7 @@ def _boundary() -> Callable[[_Function], _Function]:
     try:
         for path in _PACKAGE:
             _frames.register_exclusion(path)
+            _lines.register_exclusion(path)
         return _frames.api_boundary
     except AttributeError:  # no such module, or other names in it
         return lambda fn: fn
@@ -278,7 +286,7 @@ def source_line(equation: Any) -> str:
     are, the innermost.
     """
     traceback = getattr(getattr(equation, "source_info", None), "traceback", None)
-    if _user_frames is None or traceback is None:
+    if _lines is None or traceback is None:
         return ""
     try:
         return _line_in(traceback)
@@ -288,7 +296,7 @@ def source_line(equation: Any) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _line_in(traceback: Any) -> str:
-    frames = list(_user_frames(traceback))
+    frames = list(_lines.user_frames(traceback))
     users = [f for f in frames if not f.file_name.startswith(_NOT_THE_USERS)]
     others = [f for f in frames if not f.file_name.startswith(_PACKAGE)]
     for frame in (users or others)[:1]:
@@ -337,9 +345,41 @@ def is_nan_error(error: BaseException) -> bool:
     return internal or isinstance(error, FloatingPointError)
 
 
+def discharged(closed: Any) -> Any:
+    """A jaxpr of references as a pure one: of their values, with their last values as
+    further results. None where this jax cannot say."""
+    if _discharge is None:
+        return None
+    try:
+        return _discharge.discharge_state(closed)
+    except (AttributeError, TypeError):  # another signature than the one we know
+        return None
+
+
+def value_of(reference: Any) -> Any:
+    """The array that a reference holds now."""
+    try:
+        return reference._refs._buf
+    except AttributeError:  # another structure than the one we know
+        return reference[...]
+
+
+def set_value(reference: Any, value: Any) -> None:
+    """Lets a reference hold an array, whose memory is then its own."""
+    try:
+        reference._refs._buf = value
+    except AttributeError:  # another structure than the one we know
+        reference[...] = value
+
+
 def is_reference(aval: Any) -> bool:
     """Whether an abstract value is of a mutable reference; no public name says so."""
     return any(cls.__name__ == "AbstractRef" for cls in type(aval).__mro__)
+
+
+def names_an_axis(closed: Any) -> bool:
+    """Whether a jaxpr speaks of an axis that `jax.vmap` named; no public name says so."""
+    return any(type(effect).__name__ == "NamedAxisEffect" for effect in closed.effects)
 
 
 def trace_context() -> Hashable:

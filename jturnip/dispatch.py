@@ -59,13 +59,14 @@ class Dispatch:
         self._compiling = threading.RLock()
 
     def find(self, call: Call) -> Compiled | None:
-        """The program for a call; None if the function closes over traced values."""
+        """The program for a call; None if the function closes over traced values, reads
+        references from outside, or names an axis of `vmap`."""
         call, _ = placed(call, self._options)
         key = call.key()
         try:
             compiled = self._compiled.get(key)
-        except TypeError:
-            # A static argument without a hash: jax.jit says so better.
+        except Exception:
+            # A static argument that has no hash, or cannot be compared: jax.jit says it.
             self._jitted.trace(*call.args, **call.kwargs)
             raise
         if compiled is not None:
@@ -76,7 +77,7 @@ class Dispatch:
             compiled = self._compiled.get(key)
             if compiled is None:
                 traced = self.trace(call)
-                if traced.closes_over_tracers:
+                if traced.is_not_closed:
                     return None
                 compiled = traced.lower().compile()
                 self._compiled[key] = compiled
@@ -93,6 +94,9 @@ class Dispatch:
     def trace(self, call: Call) -> Traced:
         """Traces the function for a call."""
         return Traced(self._jitted, self._statics, call, self._options, self._turn)
+
+    def __len__(self) -> int:
+        return len(self._compiled)
 
     def clear(self) -> None:
         """Forgets every signature."""

@@ -389,6 +389,8 @@ class ChainRunner:
         array = values.arrays[output]
         if output in self._chain.flat.inputs:
             return array
+        if not isinstance(array, jax.Array):  # JAX's zeros of no type, a constant
+            return array
         if output in values.may_share:
             array = memory.copy(array)
         if at in self._chain.to_host and not placement.is_on_host(array):

@@ -289,6 +289,8 @@ class SplitRunner:
         """A result as `jax.jit` would give it out; what is in host memory is committed."""
         if origin is Origin.ARGUMENT:
             return array
+        if not isinstance(array, jax.Array):  # JAX's zeros of no type, a constant
+            return array
         committed = placement.is_on_host(array) or self._committed
         return compat.settled(array, committed)
 

@@ -7,10 +7,12 @@
 | Compiled | a program that can be called | what measuring its tasks takes, for a moment |
 """
 
+import collections
 import contextlib
 import dataclasses
 import functools
 import threading
+import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -56,16 +58,36 @@ from jturnip.units import format_bytes, padded
 
 
 @dataclass(frozen=True)
-class Later:
-    """What is probably called with the last results of a function, its residuals.
+class Part:
+    """What is special about a part of a transformed function."""
 
-    They stay on the device only if that leaves room for it.
-    """
+    # Of each result the number of a group, which lies in one memory; None for a residual,
+    # which stays on the device only if that leaves room for later parts.
+    groups: tuple[int | None, ...]
+    # Of each, whether it must be in host memory, or on the device, or None; or empty.
+    on_host: tuple[bool | None, ...] = ()
+    # Gives the function that will probably be called with the residuals, if one is known.
+    later: Callable[[], Any] | None = None
+    # Bytes of other residuals on the device, and those of them that are no arguments, for
+    # which the budget was made smaller.
+    residual_bytes: int = 0
+    beside_bytes: int = 0
 
-    # The position of the first residual.
-    first: int
-    # Gives the function that will be called with them, as `jturnip.transformations` has it.
-    function: Callable[[], Any]
+    @property
+    def residuals(self) -> tuple[int, ...]:
+        """Positions of results that may lie anywhere."""
+        asked = self.on_host or (None,) * len(self.groups)
+        both = enumerate(zip(self.groups, asked, strict=True))
+        return tuple(i for i, of in both if of == (None, None))
+
+    def returned(self, placed: Collection[int]) -> Returned:
+        """How results belong together; those at `placed` do not."""
+        numbers = {g for g in self.groups if g is not None}
+        groups = (
+            frozenset(i for i, g in enumerate(self.groups) if g == number)
+            for number in sorted(numbers)
+        )
+        return Returned(tuple(group.difference(placed) for group in groups))
 
 
 @dataclass(frozen=True)
@@ -84,10 +106,8 @@ class Options:
     # The device to run on, or None, and options of XLA's compiler by name.
     device: Device | None = None
     compiler_options: tuple[tuple[str, Any], ...] = ()
-    # Of a part of a transformed function: whether each result must be in host memory, or on
-    # the device, or None.
-    on_host: tuple[bool | None, ...] = ()
-    later: Later | None = None
+    # Of a part of a transformed function.
+    part: Part | None = None
 
     def __post_init__(self) -> None:
         known = ("auto", "whole", *STRATEGIES)
@@ -97,8 +117,8 @@ class Options:
             )
 
 
-# Residuals stay on the device if they take no more than this share of the budget, and
-# more only if it is certain that there is room.
+# Residuals stay on the device if together they take no more than this share of the budget,
+# and more only if it is certain that there is room.
 _RESIDUALS = 4
 
 
@@ -147,7 +167,8 @@ def _wanted(out_info: Any, leaves: Sequence[Any], options: Options) -> Wanted:
     """Where the results of a call are to lie."""
     mesh = placement.mesh_of(leaves)
     if options.out_shardings is None:
-        return Wanted(on_host=options.on_host, mesh=mesh)
+        on_host = () if options.part is None else options.part.on_host
+        return Wanted(on_host=on_host, mesh=mesh)
     found = placement.broadcast_shardings(options.out_shardings, out_info, "out_shardings")
     return Wanted(tuple(found), mesh=mesh)
 
@@ -170,9 +191,13 @@ class Traced:
         self._traced = _trace(jitted, statics, call, device if committed else None)
         jaxpr = self._traced.jaxpr
         committed = committed or names_a_place(jaxpr)
-        # Whether the function closes over values of an outer transformation.
-        self.closes_over_tracers = len(jaxpr.in_avals) != len(call.leaves) or any(
-            isinstance(c, Tracer) for c in getattr(jaxpr, "consts", ())
+        # Whether the function closes over values of an outer transformation, reads
+        # references from outside, or names an axis of `vmap`.
+        self.is_not_closed = (
+            len(jaxpr.in_avals) != len(call.leaves)
+            or any(isinstance(c, Tracer | jax.Ref) for c in getattr(jaxpr, "consts", ()))
+            or any(map(compat.is_reference, jaxpr.in_avals))
+            or compat.names_an_axis(jaxpr)
         )
         donated = [info.donated for info in jax.tree.leaves(self._traced.args_info)]
         self._arguments = Arguments(
@@ -251,8 +276,8 @@ class Lowered:
         )
         arguments = _with_room(arguments, traced, self.gpu_bytes)
         self._result_types = list(map(Type.of, jax.tree.leaves(traced.out_info)))
-        if options.later is not None:
-            self._wanted = self._with_residuals_away(options.later, arguments.device)
+        if options.part is not None:
+            self._wanted = self._with_residuals_away(options.part, arguments.device)
         self._refusal: UnsupportedError | None = None
         self._flat: FlatJaxpr | None = None
         # Of the whole function, also where it does not fit.
@@ -271,18 +296,16 @@ class Lowered:
         self._lock = threading.RLock()
         self._check_results_fit()
 
-    def _with_residuals_away(self, later: Later, device: Device) -> Wanted:
+    def _with_residuals_away(self, part: Part, device: Device) -> Wanted:
         """What is wanted, with the residuals for which no room is left in host memory."""
         arena = placement.arena_bytes(self.gpu_bytes, device)
-        sizes = {
-            i: padded(t.nbytes)
-            for i, t in enumerate(self._result_types)
-            if i >= later.first
-        }
-        room = arena // _RESIDUALS
-        if sum(sizes.values()) > room:
-            function = later.function()
-            flat = flatten(jax.jit(function.fn).trace(*function.inputs).jaxpr, ())
+        sizes = {i: padded(self._result_types[i].nbytes) for i in part.residuals}
+        room = (arena + part.beside_bytes) // _RESIDUALS - part.residual_bytes
+        if sum(sizes.values()) <= room:
+            return self._wanted
+        if part.later is not None:
+            later = part.later()
+            flat = flatten(jax.jit(later.fn).trace(*later.inputs).jaxpr, ())
             if lowering.alive_at_most(flat) <= arena:
                 return self._wanted
         on_host = list(self._wanted.on_host) or [None] * len(self._result_types)
@@ -377,7 +400,7 @@ class Lowered:
     @property
     def in_avals(self) -> Any:
         """Abstract values of the arguments, in their tree."""
-        return self._traced.lower().in_avals
+        return _avals(self._traced)
 
     @property
     def donate_argnums(self) -> tuple[int, ...]:
@@ -482,13 +505,17 @@ class Lowered:
 
     def _how(self, trials: Trials | None) -> How:
         placed = self._wanted.places(on_host=False) | self._wanted.places(on_host=True)
-        infos = self._traced.out_info, self._traced.args_info
+        if self._options.part is not None:
+            returned = self._options.part.returned(placed)
+        else:
+            infos = self._traced.out_info, self._traced.args_info
+            returned = Returned.of(*infos, placed)
         return How(
             self._options.strategy,
             self._options.link,
             trials,
             self._finest,
-            returned=Returned.of(*infos, placed),
+            returned=returned,
         )
 
     def _trials(self) -> Trials:
@@ -543,6 +570,7 @@ class Lowered:
             else:
                 trials = self._trials()
                 program = self._measured_program(trials)
+                self._warn_of_useless_donations()
                 piece = make_piece(program, self._options.link)
                 back = self._coming_back(program)
                 wanted = dataclasses.replace(
@@ -566,6 +594,25 @@ class Lowered:
         return Compiled(
             runner, self._in_tree, self._arguments, self._traced, self._options, report
         )
+
+    def _warn_of_useless_donations(self) -> None:
+        """As `jax.jit` does, where it did not see the function whole."""
+        if self._whole_report is not None:
+            return
+        results = collections.Counter((t.shape, t.dtype) for t in self._result_types)
+        useless = []
+        for info in jax.tree.leaves(self._traced.args_info):
+            if info.donated:
+                kind = (tuple(info.shape), info.dtype)
+                results[kind] -= 1
+                if results[kind] < 0:
+                    useless.append(f"{info.dtype}{list(info.shape)}")
+        if useless:
+            warnings.warn(
+                f"Some donated buffers were not usable: {', '.join(useless)}.",
+                UserWarning,
+                stacklevel=4,
+            )
 
     def _with(self, compiler_options: dict[str, Any]) -> "Lowered":
         """The same function, to be compiled with more options."""
@@ -624,17 +671,13 @@ class Compiled:
         ]
         self.out_info = traced.out_info
         self.args_info = traced.args_info
+        # Abstract values of the arguments, in their tree.
+        self.in_avals = _avals(traced)
 
     @property
     def in_tree(self) -> Any:
         """The tree of the arguments: (positional, by name)."""
         return self._in_tree
-
-    @property
-    def in_avals(self) -> Any:
-        """Abstract values of the arguments, in their tree."""
-        avals = map(jax.typeof, jax.tree.leaves(self.args_info))
-        return jax.tree.unflatten(self._in_tree, list(avals))
 
     @property
     def donate_argnums(self) -> tuple[int, ...]:
@@ -690,11 +733,13 @@ class Compiled:
                 "Function compiled with input pytree does not match the input pytree it was"
                 f" called with: compiled for {self._in_tree}, called with {tree}"
             )
-        if any([isinstance(leaf, Tracer) for leaf in leaves]):
-            raise TypeError(
-                "Cannot apply JAX transformations to a function lowered and compiled for a"
-                " particular signature. Transform the function that jturnip.jit returned."
-            )
+        for leaf in leaves:
+            if isinstance(leaf, Tracer):
+                raise TypeError(
+                    "Cannot apply JAX transformations to a function lowered and compiled"
+                    " for a particular signature. Detected argument of Tracer type"
+                    f" {type(leaf)}. Transform what jturnip.jit returned instead."
+                )
         given = Call(args, kwargs, leaves, tree, ())
         call, _ = placed(given, self._options)
         self._check_types(call.leaves)
@@ -720,7 +765,7 @@ class Compiled:
             found: Any = leaf if has_type else jax.typeof(leaf)
             if (tuple(found.shape), found.dtype) != (shape, dtype):
                 differing.append(
-                    f"Argument {name} compiled with {dtype}{list(shape)} and called with"
+                    f"Argument '{name}' compiled with {dtype}{list(shape)} and called with"
                     f" {found.dtype}{list(found.shape)}"
                 )
         if differing:
@@ -732,6 +777,11 @@ class Compiled:
     def call_flat(self, leaves: Sequence[Any]) -> Any:
         """Calls with leaves that are known to be right."""
         return self._runner.run(leaves)
+
+
+def _avals(traced: Any) -> Any:
+    tree = jax.tree.structure(traced.args_info)
+    return jax.tree.unflatten(tree, traced.jaxpr.in_avals)
 
 
 def _donated(args_info: Any) -> tuple[int, ...]:

@@ -23,6 +23,8 @@ from jax.core import Tracer
 from jax.interpreters import ad, batching, mlir
 
 from jturnip import compat, memory
+from jturnip.frontend import refs
+from jturnip.placement import is_on_host
 from jturnip.signature import Call, Statics
 
 
@@ -44,13 +46,15 @@ class Function:
     names: tuple[str, ...]
     # Makes of a function what runs it with concrete arguments.
     make: "Callable[[Function], Flat]"
-    # Numbers of results that lie together, from the first; the others lie where they may.
-    together: tuple[int, ...] = ()
+    # Of each result the number of a group, which lies in one memory; None for a residual,
+    # which may lie anywhere.
+    groups: tuple[int | None, ...]
     # Whether each result must be in host memory, or on the device, or None; empty where
     # nothing is asked. JAX has a cotangent in the memory of its argument.
     on_host: tuple[bool | None, ...] = ()
-    # Of a forward part: the function that is probably called with its residuals, which are
-    # the results that do not lie together.
+    # Positions of arguments whose memory may be re-used.
+    donated: tuple[int, ...] = ()
+    # Of a forward part: the function that is probably called with its residuals.
     later: "Callable[[], Function] | None" = None
     _derived: dict[Hashable, Any] = dataclasses.field(default_factory=dict, repr=False)
     _lock: Any = dataclasses.field(default_factory=threading.RLock, repr=False)
@@ -128,9 +132,24 @@ class Signature:
     """A user's function, made flat for arguments of some types."""
 
     function: Function
-    # Traced values that it closes over: its first arguments.
+    # Traced values or references that it closes over: its first arguments.
     closed_over: tuple[Any, ...]
     out_tree: Any
+    # Of arguments that are references, the positions. The function takes their values, and
+    # gives their last values after its results.
+    references: tuple[int, ...] = ()
+
+    def run(self, leaves: Sequence[Any]) -> list[Any]:
+        """Calls it, and lets references hold their last values."""
+        args = [*self.closed_over, *leaves]
+        held = [args[i] for i in self.references]
+        for i in self.references:
+            args[i] = compat.value_of(args[i])
+        results = call(self.function, args)
+        count = len(results) - len(held)
+        for reference, value in zip(held, results[count:], strict=True):
+            compat.set_value(reference, value)
+        return results[:count]
 
 
 class Functions:
@@ -146,17 +165,22 @@ class Functions:
         self._lock = threading.RLock()
 
     def find(self, call: Call) -> Signature | None:
-        """The flat function for a call; None for one that names axes of `vmap`, which only
-        JAX's own rules know."""
+        """The flat function for a call; None for one that names axes of `vmap`, or whose
+        references are transformed, which only JAX's own rules know."""
         statics = tuple((place, type(value), value) for place, value in call.statics)
-        types = tuple(map(_struct, map(jax.typeof, call.leaves)))
-        shapes = tuple((t.shape, t.dtype, t.weak_type) for t in types)
+        types = tuple(
+            x if isinstance(x, jax.Ref) else _struct(jax.typeof(x)) for x in call.leaves
+        )
+        shapes = tuple((t.shape, t.dtype, _kind(t)) for t in types)
         key = (call.tree, statics, shapes, compat.trace_context())
         with self._lock:
             if key in self._known:
                 return self._known[key]
             made = self._flat(call, types)
-            if made is not None and not made.closed_over:
+            traced = made is not None and any(
+                isinstance(x, Tracer) for x in made.closed_over
+            )
+            if made is not None and not traced:
                 self._known[key] = made
                 if len(self._known) > _SIGNATURES:
                     del self._known[next(iter(self._known))]
@@ -167,39 +191,85 @@ class Functions:
             args, kwargs = self._statics.with_leaves(call, leaves)
             return self._fn(*args, **kwargs)
 
-        of_leaves.__name__ = of_leaves.__qualname__ = getattr(self._fn, "__name__", "fn")
+        name = getattr(self._fn, "__name__", "fn")
+        of_leaves.__name__ = of_leaves.__qualname__ = name
         with compat.tracing():
             closed, out = jax.make_jaxpr(of_leaves, return_shape=True)(*types)
-        if any(type(e).__name__ == "NamedAxisEffect" for e in closed.effects):
+        if compat.names_an_axis(closed):
             return None
-        is_traced = [isinstance(c, Tracer) for c in closed.consts]
-        closed_over = tuple(_only(closed.consts, is_traced))
-        count, others = len(closed_over), _without(closed.consts, is_traced)
+        # Traced values and references are arguments, before the others.
+        is_argument = [isinstance(c, Tracer | jax.Ref) for c in closed.consts]
+        closed_over = tuple(_only(closed.consts, is_argument))
+        count, others = len(closed_over), _without(closed.consts, is_argument)
 
         def fn(*args: Any) -> list[Any]:
-            traced, rest = iter(args[:count]), iter(others)
-            consts = [next(traced) if t else next(rest) for t in is_traced]
+            first, rest = iter(args[:count]), iter(others)
+            consts = [next(first) if a else next(rest) for a in is_argument]
             jaxpr = jax.extend.core.ClosedJaxpr(closed.jaxpr, consts)
             return jax.extend.core.jaxpr_as_fun(jaxpr)(*args[count:])
 
         elements = out if type(out) is tuple else (out,)
-        function = Function(
-            of_leaves.__name__,
-            fn,
-            (*map(_struct, map(jax.typeof, closed_over)), *types),
-            (
-                *(f"closed-over value {i}" for i in range(count)),
-                *self._statics.names(call),
-            ),
-            self._make,
-            tuple(len(jax.tree.leaves(element)) for element in elements),
+        names = (
+            *(f"closed-over value {i}" for i in range(count)),
+            *self._statics.names(call),
         )
-        return Signature(function, closed_over, jax.tree.structure(out))
+        given = (*closed_over, *types)
+        function = Function(
+            name,
+            fn,
+            tuple(x if isinstance(x, jax.Ref) else _struct(jax.typeof(x)) for x in given),
+            names,
+            self._make,
+            tuple(
+                number
+                for number, element in enumerate(elements)
+                for _ in jax.tree.leaves(element)
+            ),
+        )
+        tree = jax.tree.structure(out)
+        references = tuple(i for i, x in enumerate(given) if isinstance(x, jax.Ref))
+        transformed = call.traced or any(isinstance(x, Tracer) for x in closed_over)
+        if transformed and refs.are_in(closed.jaxpr):
+            return None
+        if not references:
+            return Signature(function, closed_over, tree)
+        pure = _of_values(function, references, tree.num_leaves)
+        return None if pure is None else Signature(pure, closed_over, tree, references)
 
     def clear(self) -> None:
         """Forgets every one."""
         with self._lock:
             self._known.clear()
+
+
+def _of_values(
+    function: Function, references: tuple[int, ...], results: int
+) -> Function | None:
+    """A function of references as one of their values, which gives their last ones too."""
+    pure = compat.discharged(function.closed)
+    if pure is None:
+        return None
+    values = {i: compat.value_of(function.inputs[i]) for i in references}
+    types = [
+        _struct(jax.typeof(values[i])) if i in values else t
+        for i, t in enumerate(function.inputs)
+    ]
+    return dataclasses.replace(
+        function,
+        fn=jax.extend.core.jaxpr_as_fun(pure),
+        inputs=tuple(types),
+        groups=(*function.groups, *(None for _ in values)),
+        on_host=(*(None,) * results, *map(is_on_host, values.values())),
+        donated=references,
+        _derived={},
+    )
+
+
+def _kind(x: Any) -> str | bool:
+    """Of a reference, the memory it is in; of a type, whether it is weak."""
+    if not isinstance(x, jax.Ref):
+        return x.weak_type
+    return "host" if is_on_host(compat.value_of(x)) else "device"
 
 
 def call(function: Function, args: Sequence[Any]) -> list[Any]:
@@ -228,35 +298,44 @@ def _jvp_of(
     moves = _moving_results(function, depends)
     fn = _some_results(closed, [True] * results + list(moves))
     names = [*function.names, *_called("the tangent of", _only(function.names, moving))]
-    together = (*_whole_groups(function), sum(moves))
-    on_host = (*function.on_host, *_only_if_any(function.on_host, moves))
-    made = function.derived("jvp", fn, inputs, names, together=together, on_host=on_host)
+    of_tangents = (None if g is None else g + results for g in function.groups)
+    made = function.derived(
+        "jvp",
+        fn,
+        inputs,
+        names,
+        groups=(*function.groups, *_only(tuple(of_tangents), moves)),
+        on_host=(*function.on_host, *_only_if_any(function.on_host, moves)),
+    )
     return made, moves
 
 
 def _linearized(function: Function, moving: tuple[bool, ...]) -> Linearized:
-    traced: list[Any] = []
+    linear: list[Any] = []
     tangent_types = _only(function.inputs, moving)
 
     def both(*primals: Any) -> tuple[list[Any], list[Any]]:
         of_moving = _of_some(function.fn, moving, _without(primals, moving))
         results, tangent = jax.linearize(of_moving, *_only(primals, moving))
-        traced.append(jax.make_jaxpr(tangent)(*tangent_types))
-        return results, [c for c in traced[-1].consts if isinstance(c, Tracer)]
+        made = jax.make_jaxpr(tangent)(*tangent_types)
+        traced = [c for c in made.consts if isinstance(c, Tracer)]
+        consts = [_RESIDUAL if isinstance(c, Tracer) else c for c in made.consts]
+        linear[:] = made.jaxpr, consts
+        return results, traced
 
     closed, (result_types, _) = jax.make_jaxpr(both, return_shape=True)(*function.inputs)
-    linear = traced[-1]
+    jaxpr, consts = linear
     results = len(result_types)
-    residuals, fixed, wanted = _residuals(closed, results, linear.consts)
+    residuals, fixed, wanted = _residuals(closed, results, consts)
     is_fixed = [f is not _RESIDUAL for f in fixed]
-    types = [_struct(v.aval) for v in _without(linear.jaxpr.constvars, is_fixed)]
-    moves = _moving_results(function, _depends(linear.jaxpr, linear.jaxpr.invars))
+    types = [_struct(v.aval) for v in _without(jaxpr.constvars, is_fixed)]
+    moves = _moving_results(function, _depends(jaxpr, jaxpr.invars))
 
     def of_tangents(*args: Any) -> list[Any]:
         given, tangents = iter(args[: len(types)]), args[len(types) :]
         consts = [next(given) if f is _RESIDUAL else f for f in fixed]
-        jaxpr = jax.extend.core.ClosedJaxpr(linear.jaxpr, consts)
-        return _only(jax.extend.core.jaxpr_as_fun(jaxpr)(*tangents), moves)
+        of_given = jax.extend.core.ClosedJaxpr(jaxpr, consts)
+        return _only(jax.extend.core.jaxpr_as_fun(of_given)(*tangents), moves)
 
     names = [
         function.names[i] if is_argument else f"residual {k} of {function.name}"
@@ -268,18 +347,19 @@ def _linearized(function: Function, moving: tuple[bool, ...]) -> Linearized:
         of_tangents,
         (*types, *tangent_types),
         (*names, *tangents),
-        together=(sum(moves),),
+        groups=tuple(_only(function.groups, moves)),
         on_host=_only_if_any(function.on_host, moves),
     )
     linear_in = (False,) * len(types) + (True,) * len(tangent_types)
     backward = lambda: tangent.transposed(linear_in, (True,) * sum(moves))
+    none = (None,) * sum(wanted[results:])
     first = function.derived(
         "forward",
         _some_results(closed, wanted),
         function.inputs,
         function.names,
-        together=_whole_groups(function),
-        on_host=function.on_host and (*function.on_host, *(None,) * sum(wanted[results:])),
+        groups=(*function.groups, *none),
+        on_host=function.on_host and (*function.on_host, *none),
         later=backward,
     )
     return Linearized(first, tangent, tuple(residuals), results, moves)
@@ -297,7 +377,7 @@ def _residuals(
     Args:
       closed: the forward part, which gives results, then the traced ones of `constants`.
       results: how many results there are.
-      constants: of the linear part.
+      constants: of the linear part, with `_RESIDUAL` for those that are traced.
 
     Returns:
       Of each residual, whether it is an argument (else a result of the forward part), and
@@ -316,7 +396,7 @@ def _residuals(
     wanted = [True] * results
     outvars = iter(jaxpr.outvars[results:])
     for constant in constants:
-        if not isinstance(constant, Tracer):
+        if constant is not _RESIDUAL:
             fixed.append(constant)
             continue
         v = next(outvars)
@@ -342,10 +422,15 @@ def _transposed(
     wanted = _only(function.inputs, linear_in)
     results = [_struct(v.aval) for v in function.closed.jaxpr.outvars]
 
+    # Results of integers have no cotangents.
+    moving = [bool(jax.numpy.issubdtype(t.dtype, np.inexact)) for t in results]
+    results, given = _only(results, moving), tuple(_only(given, moving))
+
     def fn(*args: Any) -> list[Any]:
         of_wanted = _of_some(function.fn, linear_in, args[: len(known)])
         cotangents = iter(args[len(known) :])
-        back = jax.linear_transpose(of_wanted, *wanted)
+        of_moving = lambda *some: _only(of_wanted(*some), moving)
+        back = jax.linear_transpose(of_moving, *wanted)
         return list(
             back(
                 [
@@ -358,10 +443,8 @@ def _transposed(
     numbers = [f"the cotangent of result {i}" for i in range(len(results))]
     names = [*_without(function.names, linear_in), *_only(numbers, given)]
     inputs = [*known, *_only(results, given)]
-    together = (len(wanted),)
-    return function.derived(
-        "backward", fn, inputs, names, together=together, on_host=on_host
-    )
+    groups = (0,) * len(wanted)
+    return function.derived("backward", fn, inputs, names, groups=groups, on_host=on_host)
 
 
 def _batched(
@@ -384,7 +467,7 @@ def _batched(
         fn,
         inputs,
         function.names,
-        together=function.together,
+        groups=function.groups,
         on_host=function.on_host,
         later=later,
     )
@@ -401,13 +484,6 @@ def _some_results(closed: Any, which: Sequence[bool]) -> Flat:
     """A function that gives some results of a jaxpr."""
     whole = jax.extend.core.jaxpr_as_fun(closed)
     return lambda *args: _only(whole(*args), which)
-
-
-def _whole_groups(function: Function) -> tuple[int, ...]:
-    """The groups of a function whose results are all to lie in some group."""
-    results = len(function.closed.jaxpr.outvars)
-    alone = results - sum(function.together)
-    return (*function.together, *(1,) * alone)
 
 
 def _of_some(fn: Flat, which: Sequence[bool], others: Sequence[Any]) -> Flat:

@@ -13,7 +13,17 @@ from jturnip.compiler import executables
 from jturnip.native import marks
 
 
-PRIVATE = ("_user_frames", "_trace_context", "_batched_copy", "_Array")
+PRIVATE = (
+    "_lines",
+    "_trace_context",
+    "_batched_copy",
+    "_Array",
+    "_put",
+    "_tokens",
+    "_core",
+    "_frames",
+    "_discharge",
+)
 
 
 def on(kind: str) -> jax.sharding.SingleDeviceSharding:
@@ -43,10 +53,56 @@ def test_the_users_line_is_not_one_of_a_library(monkeypatch: pytest.MonkeyPatch)
         library = compat.sysconfig.get_path("purelib")
         return [Frame(f"{library}/net.py", 7, 1, "call"), Frame("me.py", 3, 2, "f")]
 
-    monkeypatch.setattr(compat, "_user_frames", frames)
+    monkeypatch.setattr(compat._lines, "user_frames", frames)
     compat._line_in.cache_clear()
     assert compat.source_line(first_equation()) == "me.py:3:2 (f)"
     compat._line_in.cache_clear()
+
+
+def test_without_private_names_it_is_known_what_stages(without_private: None):
+    seen = []
+
+    def look(x: object) -> object:
+        seen.append(compat.is_staging())
+        return x
+
+    look(1.0)
+    jax.grad(look)(1.0)
+    jax.vmap(look)(jnp.ones(2))
+    assert seen == [False, False, False]
+    jax.jit(look)(1.0)
+    jax.grad(jax.jit(lambda x: look(x)))(1.0)
+    jax.make_jaxpr(jax.vmap(look))(jnp.ones(2))
+    assert seen[3:] == [True, True, True]
+    assert not compat.is_for_checkpoint()
+
+
+def test_without_private_names_gradients_keep_the_budget(without_private: None):
+    x, weights = jnp.ones((8, 128)), [jnp.full((128, 128), 0.01 * i) for i in range(8)]
+    f = jturnip.jit(lambda w, x: tower(x, w).sum(), "400KiB")
+    found = jax.grad(f)(jturnip.host(weights), x)
+    expected = jax.grad(lambda w, x: tower(x, w).sum())(weights, x)
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    assert f.last_run is not None
+    assert f.last_run.peak_bytes <= 400 * 1024
+
+
+def test_without_private_names_references_are_those_of_jit(without_private: None):
+    r = jax.new_ref(jnp.ones(3))
+    f = jturnip.jit(lambda r, x: r.__setitem__(0, x))
+    with pytest.warns(jturnip.InlinedWarning, match="references"):
+        f(r, 5.0)
+    np.testing.assert_array_equal(r[...], [5.0, 1.0, 1.0])
+
+
+def test_types_are_jaxs_own_again_after_tracing():
+    moved = jax.device_put(jnp.ones(8), on("pinned_host"))
+    with compat.tracing(), compat.tracing():
+        assert jax.typeof(moved).memory_space == jax.memory.Space.Device
+    assert jax.typeof(moved).memory_space == jax.memory.Space.Host
+    types = compat._core.pytype_aval_mappings
+    assert types[type(moved)] is not compat._type_while_tracing
 
 
 class Frame(NamedTuple):

@@ -430,7 +430,7 @@ def test_generating_with_streamed_weights(stacked):
 
 
 def test_a_driven_run_is_seen_as_any_other():
-    """Its plan had no ops, its pieces no names, and nothing told what ran in which order."""
+    """Its plan had no ops, its pieces no names, and nothing told what ran when."""
 
     def fn(table: Any, rows: Any, weights: Any) -> Any:
         x = table[rows]
@@ -450,7 +450,10 @@ def test_a_driven_run_is_seen_as_any_other():
     found = [plan.locate(number) for number in report.order]
     names = [path[0] for path, _, _ in found]
     assert any('"gather"' in name and "test_driven.py" in name for name in names)
-    assert {path[1] for path, _, _ in found if '"while"' in path[0]} == {"condition", "body"}
+    assert {path[1] for path, _, _ in found if '"while"' in path[0]} == {
+        "condition",
+        "body",
+    }
     tasks = [
         inner.taskgraph.tasks[op.task].name
         for path, inner, op in found

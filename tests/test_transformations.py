@@ -1,8 +1,13 @@
 """Calls under JAX's traces and transformations: what `jax.jit` gives, in the budget."""
 
+import copy
 import functools
+import pickle
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -39,6 +44,10 @@ def x() -> jax.Array:
 
 def stock(tree: Any) -> Any:
     return jax.tree.map(np.asarray, tree)
+
+
+# What JAX itself holds while it computes a hessian: the basis of 16 vectors, and the like.
+BASIS = 2048
 
 
 def within(gpu_bytes: int, f: Any, call: Callable[[], Any], *mine: Any) -> Any:
@@ -152,7 +161,8 @@ def test_transformations_keep_the_budget(name: str, strategy: str, weights: Any,
     expected = transformed(jax.jit(loss))(given, x)
     with warnings.catch_warnings():
         warnings.simplefilter("error", jturnip.InlinedWarning)
-        found = within(gpu_bytes, f, lambda: transformed(f)(weights, x), weights, x)
+        allowed = gpu_bytes + BASIS * (name == "hessian")
+        found = within(allowed, f, lambda: transformed(f)(weights, x), weights, x)
     assert f.last_run.peak_bytes <= gpu_bytes
     scale = max(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(expected))
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
@@ -245,9 +255,19 @@ def test_an_axis_that_vmap_names():
     fn = lambda x: x - jax.lax.pmean(x, "batch")
     f = jturnip.jit(fn, 1 << 20)
     x = jnp.arange(4.0)
-    with pytest.warns(jturnip.InlinedWarning):
+    with pytest.warns(jturnip.InlinedWarning, match="axis"):
         found = jax.vmap(f, axis_name="batch")(x)
     assert_same(found, jax.vmap(jax.jit(fn), axis_name="batch")(x))
+
+
+@pytest.mark.filterwarnings("ignore::jturnip.InlinedWarning")
+def test_the_index_of_an_axis_in_a_loop_that_is_not_batched():
+    def fn(x: Any) -> Any:
+        return jax.lax.while_loop(lambda x: x < jax.lax.axis_index("i"), lambda x: x + 2, x)
+
+    f = jturnip.jit(fn, strategy="turnip")
+    found = jax.vmap(lambda _, x: f(x), axis_name="i", in_axes=(0, None))(jnp.ones(4), 0)
+    np.testing.assert_array_equal(found, [0, 2, 2, 4])
 
 
 def test_custom_rules_are_kept():
@@ -305,3 +325,103 @@ def test_closed_over_arrays_in_a_loop(weights: Any, x: Any):
     for _ in range(3):
         expected = jnp.tanh(expected @ stock(weights[0]))
     assert_same(jturnip.jit(fn, 4 * MATRIX)(x), expected, ulps=64)
+
+
+# As under jax.jit
+
+
+def test_a_misspelt_keyword():
+    with pytest.raises(TypeError, match="gpu_byte"):
+        jturnip.jit(lambda x: x, gpu_byte=1)  # pyright: ignore
+
+
+def test_compiler_options_and_the_device(weights: Any, x: Any):
+    options = {"xla_cpu_enable_fast_min_max": True}
+    device = jax.devices()[0]
+    for strategy in ("whole", "turnip"):
+        f = jturnip.jit(loss, strategy=strategy, compiler_options=options, device=device)
+        assert_same(f(weights, x), loss(stock(weights), x), ulps=64)
+        assert f(weights, x).committed
+        f = jturnip.jit(loss, strategy=strategy, compiler_options={"no_such_option": 1})
+        with pytest.raises(Exception, match="no_such_option"):
+            f(weights, x)
+        lowered = jturnip.jit(loss, strategy=strategy).lower(weights, x)
+        with pytest.raises(Exception, match="no_such_option"):
+            lowered.compile({"no_such_option": 1})
+        assert_same(lowered.compile(options)(weights, x), f_of(weights, x), ulps=64)
+
+
+def f_of(weights: Any, x: Any) -> Any:
+    return loss(stock(weights), x)
+
+
+def test_errors_and_functions_survive_pickling(weights: Any, x: Any):
+    cloudpickle = pytest.importorskip("cloudpickle")
+    f = jturnip.jit(loss, MATRIX)
+    with pytest.raises(jturnip.DoesNotFit) as refusal:
+        f(weights, x)
+    error = pickle.loads(pickle.dumps(refusal.value))
+    assert type(error) is jturnip.DoesNotFit
+    assert str(error) == str(refusal.value)
+    assert (error.needed_bytes, error.gpu_bytes) == (refusal.value.needed_bytes, MATRIX)
+    f = jturnip.jit(loss, 6 * MATRIX, strategy="turnip")
+    expected = f(weights, x)
+    for other in (copy.deepcopy(f), cloudpickle.loads(cloudpickle.dumps(f))):
+        assert_same(other(weights, x), expected)
+        assert other.last_run.strategy == "turnip"
+
+
+def test_tracebacks_show_the_users_frames():
+    code = """
+import jax, jax.numpy as jnp, jturnip
+jax.config.update("jax_traceback_filtering", "quiet_remove_frames")
+def users(x):
+    return x @ jnp.ones(3)
+jturnip.jit(users, 10_000)(jnp.ones(2))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert "in users" in done.stderr
+    assert str(Path(jturnip.__file__).parent) not in done.stderr
+    assert len(done.stderr.splitlines()) < 20, done.stderr
+
+
+def test_the_profiler_names_transfers(weights: Any, x: Any, tmp_path: Path):
+    f = jturnip.jit(loss, 4 * MATRIX)
+    f(weights, x)
+    with jax.profiler.trace(str(tmp_path)):
+        jax.block_until_ready(f(weights, x))
+    (found,) = tmp_path.rglob("*.xplane.pb")
+    data = jax.profiler.ProfileData.from_file(str(found))
+    names = {e.name for plane in data.planes for line in plane.lines for e in line.events}
+    assert "jturnip reload weights[3]" in names
+
+
+def test_stages_have_what_those_of_jit_have(weights: Any, x: Any):
+    f = jturnip.jit(loss, 4 * MATRIX, donate_argnums=1)
+    lowered = f.lower(weights, x)
+    with warnings.catch_warnings(action="ignore"):
+        stages = jax.jit(loss, donate_argnums=1).lower(stock(weights), x)
+    with pytest.warns(UserWarning, match="donated buffers were not usable"):
+        text = lowered.as_text()
+    assert text.count("stablehlo.dot_general") == stages.as_text().count("dot_general")
+    assert "loc(" in lowered.as_text(debug_info=True)
+    assert "HloModule" in lowered.as_text("hlo")
+    assert str(lowered.compiler_ir("stablehlo")) == text
+    assert lowered.donate_argnums == stages.donate_argnums == (LAYERS,)
+    assert lowered.in_avals == stages.in_avals
+    with pytest.warns(UserWarning, match="donated buffers were not usable"):
+        compiled = lowered.compile()
+    assert compiled.in_avals == stages.in_avals
+    assert compiled.args_info == lowered.args_info
+    assert compiled.runtime_executable() is compiled.plan
+    with pytest.raises(TypeError, match="compiled with input pytree does not match"):
+        compiled(weights)
+    with pytest.raises(TypeError, match="Argument types differ from the types"):
+        compiled(weights, x[:1])
+    with pytest.raises(TypeError, match="Cannot apply JAX transformations"):
+        jax.grad(compiled, argnums=1)(weights, x)
+    whole = jturnip.jit(loss).lower(weights, x).compile()
+    assert "HloModule" in whole.as_text()
+    assert whole.runtime_executable() is not None

@@ -31,7 +31,6 @@ from jturnip.compiler.nans import unheard
 from jturnip.compiler.origin import Origin, compile_lowered
 from jturnip.compiler.progress import progress_bar
 from jturnip.compiler.report import CompileReport
-from jturnip.errors import PlanningError
 from jturnip.frontend import costs
 from jturnip.frontend.hints import nested
 from jturnip.frontend.partition import Group
@@ -121,7 +120,7 @@ def compile_groups(
       earlier: what was compiled before for the same function, cut otherwise.
 
     Raises:
-      PlanningError: XLA refuses a task; the cause is attached.
+      Exception: what JAX or XLA say of a task, with a note that names it.
     """
     began = time.perf_counter()
     marked = marks.load()
@@ -273,9 +272,8 @@ def _lower(task: _Work, how: How, marked: bool) -> tuple[Any, Any]:
         jitted = jax.jit(function, keep_unused=True, compiler_options=options)
         return jitted, jitted.lower(*structs)
     except Exception as error:
-        raise PlanningError(
-            f"task {function.__name__} cannot be lowered: {error}"
-        ) from error
+        error.add_note(f"This was said of {_described(task)}, a part of the function.")
+        raise
 
 
 def _as_function(work: _Work, marked: bool) -> Callable[..., Any]:
@@ -299,6 +297,11 @@ def _as_function(work: _Work, marked: bool) -> Callable[..., Any]:
 
     task.__name__ = f"jturnip_{lead(flat, group)}"
     return task
+
+
+def _described(work: _Work) -> str:
+    equation = work.flat.equations[lead_equation(work.flat, work.group)]
+    return f'"{equation.name}" ({equation.source or "unknown line"})'
 
 
 def lead(flat: FlatJaxpr, group: Group) -> str:
@@ -327,7 +330,8 @@ def _compile(
     try:
         compiled, origin = compile_lowered(lowered, stored_from)
     except Exception as error:
-        raise PlanningError(f"XLA cannot compile a task: {error}") from error
+        error.add_note(f"This was said of {_described(task)}, a part of the function.")
+        raise
     flat, group = task.flat, task.group
     sizes, cost = compiled.memory_analysis(), compiled.cost_analysis() or {}
     packed = any(is_packed(flat.types[v].dtype) for v in group.inputs)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jturnip import compat
+from jturnip.frontend.hints import nested
 from jturnip.frontend.values import bind
 
 
@@ -43,6 +44,14 @@ class Region:
 
 def _touches(eqn: Any) -> bool:
     return any(compat.is_reference(v.aval) for v in (*eqn.invars, *eqn.outvars))
+
+
+def are_in(jaxpr: Any) -> bool:
+    """Whether references are made or touched anywhere in a jaxpr."""
+    return any(
+        _touches(eqn) or any(are_in(getattr(c, "jaxpr", c)) for c in nested(eqn))
+        for eqn in jaxpr.eqns
+    )
 
 
 def draw_together(jaxpr: Any) -> Sequence[Any]:

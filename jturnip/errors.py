@@ -17,6 +17,7 @@ what to do next.
 """
 
 import functools
+import re
 from typing import Any
 
 
@@ -67,11 +68,12 @@ class DoesNotFit(PlanningError):
     def for_(self, gpu_bytes: int, needed_bytes: int) -> "DoesNotFit":
         """The same as the answer to another budget, which needs at least so much."""
         message = str(self)
-        if (gpu_bytes, needed_bytes) != (self.gpu_bytes, self.needed_bytes):
-            message = (
-                f"in a budget of {gpu_bytes} bytes the function does not fit;"
-                f" {needed_bytes} would do. In one of {self.gpu_bytes}: {self}"
-            )
+        for what, before, now in (
+            ("gpu_bytes is", self.gpu_bytes, gpu_bytes),
+            ("at least", self.needed_bytes, needed_bytes),
+        ):
+            said = rf"{what} {before}( \([^)]*\))?"
+            message = re.sub(said, f"{what} {now} bytes", message)
         return DoesNotFit(message, needed_bytes=needed_bytes, gpu_bytes=gpu_bytes)
 
 

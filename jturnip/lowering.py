@@ -20,9 +20,10 @@ from jturnip.compiler.executables import Executable, Trials
 from jturnip.compiler.report import CompileReport
 from jturnip.errors import DoesNotFit, HostMemoryError
 from jturnip.frontend.costs import DeviceRates
+from jturnip.frontend.hints import nested
 from jturnip.frontend.loops import Streaming
 from jturnip.frontend.partition import Group, Partitioner
-from jturnip.frontend.values import FlatJaxpr, Parts
+from jturnip.frontend.values import FlatJaxpr, Parts, Type
 from jturnip.graph.memgraph import MemGraph
 from jturnip.graph.plan import Plan
 from jturnip.graph.taskgraph import Buffer, BufferId, Place, Role, Task, TaskGraph, TaskId
@@ -414,6 +415,44 @@ def alive_at_most(flat: FlatJaxpr) -> int:
         alive += sum(nbytes[v] for v in equation.outputs)
         most = max(most, alive)
         alive -= sum(ends)
+    return most
+
+
+def read_whole_bytes(closed: Any) -> int:
+    """The largest of the arguments and closed-over arrays that some product reads whole,
+    however the function is cut: no smaller budget need be tried.
+
+    Products are cut along rows of their first operand only (`frontend.stacks`).
+    """
+    jaxpr = getattr(closed, "jaxpr", closed)
+    return _read_whole(jaxpr, {*jaxpr.invars, *jaxpr.constvars})
+
+
+def _read_whole(jaxpr: Any, arrays: Collection[Any]) -> int:
+    """The same where some variables of a jaxpr are such arrays, or rows of them."""
+    most = 0
+    for eqn in jaxpr.eqns:
+        params, read = eqn.params, eqn.invars
+        if eqn.primitive.name == "dot_general" and not params["dimension_numbers"][1][0]:
+            if not hasattr(read[1], "val") and read[1] in arrays:
+                most = max(most, Type.of(read[1].aval).nbytes)
+            continue
+        begin = 0
+        if eqn.primitive.name == "scan":
+            carried = range(
+                params["num_consts"], params["num_consts"] + params["num_carry"]
+            )
+            read = [None if i in carried else v for i, v in enumerate(read)]
+        elif eqn.primitive.name == "while":
+            begin = params["cond_nconsts"]
+            read = read[: begin + params["body_nconsts"]]
+        for inner in nested(eqn):
+            body = getattr(inner, "jaxpr", inner)
+            if inner is params.get("cond_jaxpr") or len(body.invars) < len(read) - begin:
+                continue
+            given = zip(body.invars, read[begin:], strict=False)
+            mine = {a for a, v in given if not hasattr(v, "val") and v in arrays}
+            most = max(most, _read_whole(body, {*mine, *body.constvars}))
     return most
 
 

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 from jturnip import lowering
 from jturnip.compiler.executables import Trials
 from jturnip.compiler.report import CompileReport
-from jturnip.errors import DoesNotFit
+from jturnip.errors import DoesNotFit, HostMemoryError
 from jturnip.frontend import tables
 from jturnip.frontend.jaxpr import Condition, argument_avals, flatten
 from jturnip.frontend.loops import SMALL
@@ -370,6 +370,8 @@ def smallest_refusal(make: Callable[[int], Program], refusal: DoesNotFit) -> Doe
         except DoesNotFit as error:
             budget = max(error.needed_bytes, budget + budget // 4)
             refusal = error.for_(refusal.gpu_bytes, budget)
+        except HostMemoryError:
+            break  # on the device there is room
         else:
             break
     return refusal

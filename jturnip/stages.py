@@ -493,6 +493,10 @@ class Lowered:
         )
         how = self._how(trials)
         budget = Budget(self.gpu_bytes)
+        make = lambda nbytes: made(_on_host_all(self._given), Budget(nbytes), how)
+        hopeless = self._hopeless()
+        if hopeless is not None:
+            raise smallest_refusal(make, hopeless)
         try:
             return made(self._given, budget, how)
         except DoesNotFit:
@@ -500,8 +504,22 @@ class Lowered:
         try:
             return made(self._given, budget, how)
         except DoesNotFit as refusal:
-            make = lambda nbytes: made(self._given, Budget(nbytes), how)
             raise smallest_refusal(make, refusal) from None
+
+    def _hopeless(self) -> DoesNotFit | None:
+        """The refusal of a budget that surely is too small, before anything is cut for it:
+        into pieces so small, that would take long."""
+        least = lowering.read_whole_bytes(self._traced.jaxpr)
+        needed = placement.gpu_bytes_for(padded(least), self._arguments.device)
+        if self.gpu_bytes >= needed:
+            return None
+        return DoesNotFit(
+            f"an array that one product reads whole takes {format_bytes(least)};"
+            f" gpu_bytes is {self.gpu_bytes} ({format_bytes(self.gpu_bytes)}). Raise it to"
+            f" at least {needed} ({format_bytes(needed)}).",
+            needed_bytes=needed,
+            gpu_bytes=self.gpu_bytes,
+        )
 
     def _how(self, trials: Trials | None) -> How:
         placed = self._wanted.places(on_host=False) | self._wanted.places(on_host=True)

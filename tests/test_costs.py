@@ -200,11 +200,11 @@ def test_stages_do_not_keep_the_arguments():
 def test_the_signature_that_was_used_longest_ago_is_forgotten(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr("jturnip.api._SIGNATURES", 3)
+    monkeypatch.setattr("jturnip.dispatch._SIGNATURES", 3)
     f = jturnip.jit(lambda x: x + 1, 1 << 20)
     traced = []
-    real = f._trace
-    monkeypatch.setattr(f, "_trace", lambda call: traced.append(1) or real(call))
+    real = f._dispatch.trace
+    monkeypatch.setattr(f._dispatch, "trace", lambda call: traced.append(1) or real(call))
     for n in (1, 2, 3, 1, 4, 1, 1):
         f(np.ones(n, np.float32))
     assert len(traced) == 4

@@ -436,7 +436,7 @@ def test_a_driven_run_is_seen_as_any_other():
         x = table[rows]
         for w in weights:
             x = jnp.tanh(x @ w)
-        body = lambda state: (state[0] + 1, jnp.tanh(state[1] @ weights[0]))
+        body = lambda state: (state[0] + 1, tower(weights, state[1]))
         return jax.lax.while_loop(lambda state: state[0] < 3, body, (0, x))[1]
 
     table, weights = jturnip.host(jnp.ones((512, 128))), jturnip.host(layers(6))
@@ -459,7 +459,8 @@ def test_a_driven_run_is_seen_as_any_other():
         for path, inner, op in found
         if path[-1] == "body" and op is not None and op.task is not None
     ]
-    assert tasks.count(tasks[0]) == 3  # of each turn
+    assert len(tasks) % 3 == 0  # the same in each turn
+    assert tasks[: len(tasks) // 3] * 3 == tasks
     assert names[0] in plan.summary()
     with pytest.raises(IndexError):
         plan.locate(plan.op_count)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from .registry import Case, Script, area, normal, refused, weights
+from .registry import Case, Script, area, normal, weights
 
 
 program = area("placement")
@@ -155,7 +155,7 @@ def in_and_out_shardings():
     return Script(run)
 
 
-@program(refused("compiler_options"))
+@program()
 def compiler_options():
     def run(jit):
         f = jit(lambda x: x @ x, compiler_options={"xla_cpu_enable_fast_min_max": False})

@@ -39,7 +39,7 @@ class Status(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """A status; where it is not `supported`, the primitives or keywords that are why."""
+    """A status; where it is not `supported`, the primitives that are why."""
 
     status: Status
     causes: tuple[str, ...] = ()
@@ -58,7 +58,7 @@ def one_task(*primitives: str) -> Expected:
 
 
 def refused(*causes: str) -> Expected:
-    """UnsupportedError names this primitive, or these keywords of `jax.jit`."""
+    """UnsupportedError names this primitive."""
     return Expected(Status.REFUSED, causes)
 
 
@@ -84,7 +84,8 @@ class Script:
     """A program that jits, calls and asks as it likes; its value is compared."""
 
     run: Callable[[Jit], Any]
-    # Whether JAX itself runs through every jturnip function in it, so that none is planned.
+    # Whether every jturnip function in it becomes a part of a jaxpr of JAX's, so that none is
+    # planned, and it warns of that.
     inlined: bool = False
 
 

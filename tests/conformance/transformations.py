@@ -166,7 +166,7 @@ def inside_grad():
         f = jit(lambda w, x: jnp.sum(jnp.tanh(x @ w)))
         return jax.grad(f)(weights(1)[0], normal(64, 64))
 
-    return Script(run, inlined=True)
+    return Script(run)
 
 
 @program()
@@ -175,7 +175,7 @@ def inside_vmap():
         f = jit(lambda x, w: jnp.tanh(x @ w))
         return jax.vmap(f, (0, None))(normal(16, 64), weights(1)[0])
 
-    return Script(run, inlined=True)
+    return Script(run)
 
 
 @program()
@@ -185,7 +185,7 @@ def inside_jvp_and_vjp():
         x = normal(64, 64)
         return jax.jvp(f, (x,), (x,)), jax.vjp(f, x)[1](x)
 
-    return Script(run, inlined=True)
+    return Script(run)
 
 
 @program()
@@ -195,7 +195,7 @@ def inside_linearize_and_jacrev():
         f = jit(lambda x: jnp.sum(jnp.sin(jnp.outer(x, x))))
         return jax.linearize(f, x)[1](x), jax.jacrev(f)(x)
 
-    return Script(run, inlined=True)
+    return Script(run)
 
 
 @program()
@@ -204,7 +204,7 @@ def inside_checkpoint():
         f = jit(lambda w, x: jnp.sum(jnp.tanh(x @ w)))
         return jax.grad(jax.checkpoint(f))(weights(1)[0], normal(64, 64))
 
-    return Script(run, inlined=True)
+    return Script(run)
 
 
 @program()
@@ -253,7 +253,7 @@ def a_function_that_closes_over_traced_values():
 
         return jax.grad(outer)(weights(1)[0], normal(64, 64))
 
-    return Script(run, inlined=True)
+    return Script(run)
 
 
 @program()
@@ -264,7 +264,7 @@ def a_function_that_only_closes_over_traced_values():
 
         return jax.grad(outer)(weights(1)[0])
 
-    return Script(run, inlined=True)
+    return Script(run)
 
 
 @program()

@@ -155,7 +155,7 @@ class Wrapped:
             turn=self._turn,
             history=self._history,
         )
-        self._functions = Functions(fn, self._statics, runner)
+        self._functions = Functions(self._jitted, self._statics, runner)
         self._has_warned = False
 
     @compat.api_boundary

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.experimental.layout
 from jax.core import Tracer
 
 from jturnip import compat, lowering, memory, placement
@@ -274,6 +275,11 @@ class Lowered:
             if options.gpu_bytes is not None
             else placement.free_device_bytes(arguments.device)
         )
+        # Tokens have no bytes, and tell JAX of an order that tasks would not have.
+        self._has_tokens = any(
+            not hasattr(aval, "dtype")
+            for aval in (*traced.jaxpr.in_avals, *traced.jaxpr.out_avals)
+        )
         arguments = _with_room(arguments, traced, self.gpu_bytes)
         self._result_types = list(map(Type.of, jax.tree.leaves(traced.out_info)))
         if options.part is not None:
@@ -451,7 +457,7 @@ class Lowered:
     def _whole(self) -> Any | None:
         """The function as one XLA executable if it fits and may run so, else None."""
         strategy = self._options.strategy
-        if strategy not in ("auto", "whole"):
+        if strategy not in ("auto", "whole") and not self._has_tokens:
             return None
         if strategy == "auto" and self._flat is not None:
             if not lowering.may_fit(
@@ -485,24 +491,29 @@ class Lowered:
     def _make_program(self, trials: Trials | None = None) -> Program:
         if self._refusal is not None:
             raise self._refusal
+        how = self._how(trials)
+        try:
+            return self._made(how)
+        finally:
+            how.known.clear()  # it knows itself, and by the trials this function
+
+    def _made(self, how: How) -> Program:
         made = functools.partial(
             make_program,
             self._traced.jaxpr,
             _forwardable(self._given),
             to_host=self._wanted.places(on_host=True),
         )
-        how = self._how(trials)
-        budget = Budget(self.gpu_bytes)
         make = lambda nbytes: made(_on_host_all(self._given), Budget(nbytes), how)
         hopeless = self._hopeless()
         if hopeless is not None:
             raise smallest_refusal(make, hopeless)
         try:
-            return made(self._given, budget, how)
+            return made(self._given, Budget(self.gpu_bytes), how)
         except DoesNotFit:
             self._given = _on_host_all(self._given)
         try:
-            return made(self._given, budget, how)
+            return make(self.gpu_bytes)
         except DoesNotFit as refusal:
             raise smallest_refusal(make, refusal) from None
 
@@ -714,6 +725,13 @@ class Compiled:
         places = [placement.sharding(device, w.on_host) for w in self._arguments.whose]
         return jax.tree.unflatten(self._in_tree, places)
 
+    @property
+    def input_formats(self) -> Any:
+        """The same with layouts, which are JAX's own choice."""
+        places = jax.tree.leaves(self.input_shardings)
+        formats = [jax.experimental.layout.Format(None, place) for place in places]
+        return jax.tree.unflatten(self._in_tree, formats)
+
     def cost_analysis(self) -> dict[str, float]:
         """Floating-point operations and bytes accessed, of all tasks together."""
         return _cost_of(getattr(self._runner, "whole", None), self.plan)
@@ -851,7 +869,7 @@ def _forwardable(arguments: Arguments) -> frozenset[int]:
 def _with_room(arguments: Arguments, traced: Any, gpu_bytes: int) -> Arguments:
     """Small arguments start on the device as long as they are next to nothing together."""
     small = sum(
-        info.size * getattr(info.dtype, "itemsize", 4)
+        Type.of(info).nbytes
         for info, w in zip(jax.tree.leaves(traced.in_avals), arguments.whose, strict=True)
         if w is Whose.OURS_DEVICE
     )

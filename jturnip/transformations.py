@@ -54,7 +54,9 @@ class Function:
     on_host: tuple[bool | None, ...] = ()
     # Positions of arguments whose memory may be re-used.
     donated: tuple[int, ...] = ()
-    # Of a forward part: the function that is probably called with its residuals.
+    # Whether a transformation made it.
+    is_derived: bool = False
+    # Of a forward part: the function that is probably called with its residuals, if known.
     later: "Callable[[], Function] | None" = None
     _derived: dict[Hashable, Any] = dataclasses.field(default_factory=dict, repr=False)
     _lock: Any = dataclasses.field(default_factory=threading.RLock, repr=False)
@@ -108,6 +110,7 @@ class Function:
     def derived(self, kind: str, fn: Flat, inputs: Any, names: Any, **more: Any) -> Any:
         """Another function, in the same budget."""
         name = f"{self.name}_{kind}"
+        more |= {"is_derived": True}
         return Function(name, fn, tuple(inputs), tuple(names), self.make, **more)
 
 
@@ -148,17 +151,16 @@ class Signature:
         results = call(self.function, args)
         count = len(results) - len(held)
         for reference, value in zip(held, results[count:], strict=True):
-            compat.set_value(reference, value)
+            before = compat.value_of(reference)
+            compat.set_value(reference, memory.placed(value, before.sharding))
         return results[:count]
 
 
 class Functions:
     """A user's function as flat ones, by the types of its arguments."""
 
-    def __init__(
-        self, fn: Callable[..., Any], statics: Statics, make: Callable[[Function], Flat]
-    ):
-        self._fn = fn
+    def __init__(self, jitted: Any, statics: Statics, make: Callable[[Function], Flat]):
+        self._jitted = jitted
         self._statics = statics
         self._make = make
         self._known: dict[Hashable, Signature] = {}
@@ -187,14 +189,18 @@ class Functions:
             return made
 
     def _flat(self, call: Call, types: tuple[Any, ...]) -> Signature | None:
-        def of_leaves(*leaves: Any) -> Any:
-            args, kwargs = self._statics.with_leaves(call, leaves)
-            return self._fn(*args, **kwargs)
-
-        name = getattr(self._fn, "__name__", "fn")
-        of_leaves.__name__ = of_leaves.__qualname__ = name
+        args, kwargs = self._statics.with_leaves(call, types)
         with compat.tracing():
-            closed, out = jax.make_jaxpr(of_leaves, return_shape=True)(*types)
+            traced = self._jitted.trace(*args, **kwargs)
+        closed, out, name = traced.jaxpr, traced.out_info, traced.fun_name
+        if len(closed.in_avals) != len(types):
+            # It closes over traced values, which `make_jaxpr` tells apart.
+            def of_leaves(*leaves: Any) -> Any:
+                args, kwargs = self._statics.with_leaves(call, leaves)
+                return self._jitted(*args, **kwargs)
+
+            with compat.tracing():
+                closed, out = jax.make_jaxpr(of_leaves, return_shape=True)(*types)
         if compat.names_an_axis(closed):
             return None
         # Traced values and references are arguments, before the others.
@@ -228,7 +234,7 @@ class Functions:
         )
         tree = jax.tree.structure(out)
         references = tuple(i for i, x in enumerate(given) if isinstance(x, jax.Ref))
-        transformed = call.traced or any(isinstance(x, Tracer) for x in closed_over)
+        transformed = call.traced or any(map(_is_traced, given))
         if transformed and refs.are_in(closed.jaxpr):
             return None
         if not references:
@@ -265,10 +271,17 @@ def _of_values(
     )
 
 
+def _is_traced(x: Any) -> bool:
+    """Whether a value, or what a reference holds, is traced."""
+    return isinstance(compat.value_of(x) if isinstance(x, jax.Ref) else x, Tracer)
+
+
 def _kind(x: Any) -> str | bool:
     """Of a reference, the memory it is in; of a type, whether it is weak."""
     if not isinstance(x, jax.Ref):
         return x.weak_type
+    if _is_traced(x):
+        return "traced"
     return "host" if is_on_host(compat.value_of(x)) else "device"
 
 
@@ -351,7 +364,10 @@ def _linearized(function: Function, moving: tuple[bool, ...]) -> Linearized:
         on_host=_only_if_any(function.on_host, moves),
     )
     linear_in = (False,) * len(types) + (True,) * len(tangent_types)
-    backward = lambda: tangent.transposed(linear_in, (True,) * sum(moves))
+    # Of a derivative nobody knows what is next: of a function, probably its gradient.
+    backward = None
+    if not function.is_derived:
+        backward = lambda: tangent.transposed(linear_in, (True,) * sum(moves))
     none = (None,) * sum(wanted[results:])
     first = function.derived(
         "forward",
@@ -458,10 +474,6 @@ def _batched(
         t if d is None else _struct(t, (*t.shape[:d], size, *t.shape[d:]))
         for t, d in zip(function.inputs, dims, strict=True)
     ]
-    later = None
-    if function.later is not None:
-        # What will be called with the residuals is batched where they are, and more.
-        later = lambda: _all_batched(function, out, size)
     made = function.derived(
         "batched",
         fn,
@@ -469,15 +481,8 @@ def _batched(
         function.names,
         groups=function.groups,
         on_host=function.on_host,
-        later=later,
     )
     return made, out
-
-
-def _all_batched(function: Function, out: Sequence[int | None], size: int) -> Function:
-    assert function.later is not None
-    later = function.later()
-    return later.batched((0,) * len(later.inputs), size)[0]
 
 
 def _some_results(closed: Any, which: Sequence[bool]) -> Flat:

@@ -849,8 +849,15 @@ def _can_be_cut(dtype: Any) -> bool:
 
 
 def _check_arguments(closed: Any) -> None:
-    """Refuses references that come from outside, with the line that first uses one."""
+    """Refuses tokens, and references that come from outside, with the line that first uses
+    one."""
     jaxpr = getattr(closed, "jaxpr", closed)
+    if any(not hasattr(v.aval, "dtype") for v in (*jaxpr.invars, *jaxpr.outvars)):
+        raise UnsupportedError(
+            "the function takes or returns a token, which orders what it does, and jturnip"
+            " splits functions of arrays only. Order effects with ordered=True instead, or"
+            " raise gpu_bytes so that the whole function fits."
+        )
     for v in (*jaxpr.invars, *jaxpr.constvars):
         if not compat.is_reference(v.aval):
             continue

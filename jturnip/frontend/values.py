@@ -25,7 +25,9 @@ class Type:
 
     @classmethod
     def of(cls, aval: Any) -> "Type":
-        """Of an abstract value, an array, or a struct."""
+        """Of an abstract value, an array, or a struct; a token is of no type."""
+        if not hasattr(aval, "dtype"):
+            return cls((0,), np.dtype(bool))
         weak = bool(getattr(aval, "weak_type", False))
         return cls(tuple(aval.shape), aval.dtype, weak)
 

@@ -377,6 +377,11 @@ def is_reference(aval: Any) -> bool:
     return any(cls.__name__ == "AbstractRef" for cls in type(aval).__mro__)
 
 
+def has_type(aval: Any) -> bool:
+    """Whether an abstract value is one of arrays or keys, and not a token."""
+    return hasattr(type(aval), "shape") or hasattr(aval, "shape")
+
+
 def names_an_axis(closed: Any) -> bool:
     """Whether a jaxpr speaks of an axis that `jax.vmap` named; no public name says so."""
     return any(type(effect).__name__ == "NamedAxisEffect" for effect in closed.effects)

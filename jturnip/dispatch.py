@@ -60,7 +60,7 @@ class Dispatch:
 
     def find(self, call: Call) -> Compiled | None:
         """The program for a call; None if the function closes over traced values, reads
-        references from outside, or names an axis of `vmap`."""
+        references from outside, names an axis of `vmap`, or takes or gives tokens."""
         call, _ = placed(call, self._options)
         key = call.key()
         try:

@@ -21,7 +21,7 @@ from jturnip.compiler.report import CompileReport
 from jturnip.errors import DoesNotFit, HostMemoryError
 from jturnip.frontend.costs import DeviceRates
 from jturnip.frontend.hints import nested
-from jturnip.frontend.loops import Streaming
+from jturnip.frontend.loops import Streaming, scan_counts
 from jturnip.frontend.partition import Group, Partitioner
 from jturnip.frontend.values import FlatJaxpr, Parts, Type
 from jturnip.graph.memgraph import MemGraph
@@ -439,9 +439,8 @@ def _read_whole(jaxpr: Any, arrays: Collection[Any]) -> int:
             continue
         begin = 0
         if eqn.primitive.name == "scan":
-            carried = range(
-                params["num_consts"], params["num_consts"] + params["num_carry"]
-            )
+            consts, carries, _ = scan_counts(eqn)
+            carried = range(consts, consts + carries)
             read = [None if i in carried else v for i, v in enumerate(read)]
         elif eqn.primitive.name == "while":
             begin = params["cond_nconsts"]

@@ -25,7 +25,7 @@ from jturnip import compat, lowering, memory, placement
 from jturnip.compat import Device
 from jturnip.compiler.executables import Trials, compile_whole
 from jturnip.compiler.report import CompileReport
-from jturnip.errors import ArgumentError, DoesNotFit, UnsupportedError
+from jturnip.errors import ArgumentError, DoesNotFit, InlinedWarning, UnsupportedError
 from jturnip.frontend.hints import names_a_place
 from jturnip.frontend.jaxpr import flatten, pruned_arguments
 from jturnip.frontend.partition import Partitioner
@@ -193,12 +193,17 @@ class Traced:
         jaxpr = self._traced.jaxpr
         committed = committed or names_a_place(jaxpr)
         # Whether the function closes over values of an outer transformation, reads
-        # references from outside, or names an axis of `vmap`.
+        # references from outside, names an axis of `vmap`, or takes or gives tokens.
+        consts = getattr(jaxpr, "consts", ())
+        self._has_references = any(map(compat.is_reference, jaxpr.in_avals)) or any(
+            isinstance(c, jax.Ref) for c in consts
+        )
         self.is_not_closed = (
             len(jaxpr.in_avals) != len(call.leaves)
-            or any(isinstance(c, Tracer | jax.Ref) for c in getattr(jaxpr, "consts", ()))
-            or any(map(compat.is_reference, jaxpr.in_avals))
+            or self._has_references
+            or any(isinstance(c, Tracer) for c in consts)
             or compat.names_an_axis(jaxpr)
+            or not all(map(compat.has_type, (*jaxpr.in_avals, *jaxpr.out_avals)))
         )
         donated = [info.donated for info in jax.tree.leaves(self._traced.args_info)]
         self._arguments = Arguments(
@@ -240,6 +245,14 @@ class Traced:
         """
         if exporting:
             return self._traced.lower(**exporting)
+        if self._has_references:
+            warnings.warn(
+                f"{self.fun_name} reads references from outside. A call of it runs in the"
+                " budget; what is lowered ahead of time is jax.jit's, and does not.",
+                InlinedWarning,
+                stacklevel=4,
+            )
+            return self._traced.lower()
         return Lowered(
             self._traced,
             self._in_tree,
@@ -274,11 +287,6 @@ class Lowered:
             options.gpu_bytes
             if options.gpu_bytes is not None
             else placement.free_device_bytes(arguments.device)
-        )
-        # Tokens have no bytes, and tell JAX of an order that tasks would not have.
-        self._has_tokens = any(
-            not hasattr(aval, "dtype")
-            for aval in (*traced.jaxpr.in_avals, *traced.jaxpr.out_avals)
         )
         arguments = _with_room(arguments, traced, self.gpu_bytes)
         self._result_types = list(map(Type.of, jax.tree.leaves(traced.out_info)))
@@ -457,7 +465,7 @@ class Lowered:
     def _whole(self) -> Any | None:
         """The function as one XLA executable if it fits and may run so, else None."""
         strategy = self._options.strategy
-        if strategy not in ("auto", "whole") and not self._has_tokens:
+        if strategy not in ("auto", "whole"):
             return None
         if strategy == "auto" and self._flat is not None:
             if not lowering.may_fit(
@@ -632,7 +640,7 @@ class Lowered:
         useless = []
         for info in jax.tree.leaves(self._traced.args_info):
             if info.donated:
-                kind = (tuple(info.shape), info.dtype)
+                kind = Type.of(info).shape, Type.of(info).dtype
                 results[kind] -= 1
                 if results[kind] < 0:
                     useless.append(f"{info.dtype}{list(info.shape)}")
@@ -695,9 +703,7 @@ class Compiled:
         self._in_tree = in_tree
         self._options = options
         self._arguments = arguments
-        self._types = [
-            (tuple(info.shape), info.dtype) for info in jax.tree.leaves(traced.args_info)
-        ]
+        self._types = list(map(Type.of, jax.tree.leaves(traced.args_info)))
         self.out_info = traced.out_info
         self.args_info = traced.args_info
         # Abstract values of the arguments, in their tree.
@@ -794,15 +800,13 @@ class Compiled:
 
     def _check_types(self, leaves: Sequence[Any]) -> None:
         differing = []
-        for leaf, (shape, dtype), name in zip(
-            leaves, self._types, self._arguments.names, strict=True
-        ):
+        for leaf, t, name in zip(leaves, self._types, self._arguments.names, strict=True):
             has_type = isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
-            found: Any = leaf if has_type else jax.typeof(leaf)
-            if (tuple(found.shape), found.dtype) != (shape, dtype):
+            found = Type.of(leaf if has_type else jax.typeof(leaf))
+            if (found.shape, found.dtype) != (t.shape, t.dtype):
                 differing.append(
-                    f"Argument '{name}' compiled with {dtype}{list(shape)} and called with"
-                    f" {found.dtype}{list(found.shape)}"
+                    f"Argument '{name}' compiled with {t.dtype}{list(t.shape)} and called"
+                    f" with {found.dtype}{list(found.shape)}"
                 )
         if differing:
             raise TypeError(

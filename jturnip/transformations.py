@@ -167,8 +167,12 @@ class Functions:
         self._lock = threading.RLock()
 
     def find(self, call: Call) -> Signature | None:
-        """The flat function for a call; None for one that names axes of `vmap`, or whose
-        references are transformed, which only JAX's own rules know."""
+        """The flat function for a call; None for one that has tokens, names axes of `vmap`, or
+        transforms references: that is left to JAX."""
+        if not all(
+            isinstance(x, jax.Ref) or compat.has_type(jax.typeof(x)) for x in call.leaves
+        ):
+            return None
         statics = tuple((place, type(value), value) for place, value in call.statics)
         types = tuple(
             x if isinstance(x, jax.Ref) else _struct(jax.typeof(x)) for x in call.leaves
@@ -201,7 +205,7 @@ class Functions:
 
             with compat.tracing():
                 closed, out = jax.make_jaxpr(of_leaves, return_shape=True)(*types)
-        if compat.names_an_axis(closed):
+        if compat.names_an_axis(closed) or not all(map(compat.has_type, closed.out_avals)):
             return None
         # Traced values and references are arguments, before the others.
         is_argument = [isinstance(c, Tracer | jax.Ref) for c in closed.consts]
@@ -332,23 +336,23 @@ def _linearized(function: Function, moving: tuple[bool, ...]) -> Linearized:
         results, tangent = jax.linearize(of_moving, *_only(primals, moving))
         made = jax.make_jaxpr(tangent)(*tangent_types)
         traced = [c for c in made.consts if isinstance(c, Tracer)]
-        consts = [_RESIDUAL if isinstance(c, Tracer) else c for c in made.consts]
-        linear[:] = made.jaxpr, consts
+        linear.append(_without_tracers(made, traced, tangent_types))
         return results, traced
 
     closed, (result_types, _) = jax.make_jaxpr(both, return_shape=True)(*function.inputs)
-    jaxpr, consts = linear
+    (made,) = linear
     results = len(result_types)
-    residuals, fixed, wanted = _residuals(closed, results, consts)
+    residuals, fixed, wanted = _residuals(closed, results)
+    count = len(fixed)
     is_fixed = [f is not _RESIDUAL for f in fixed]
-    types = [_struct(v.aval) for v in _without(jaxpr.constvars, is_fixed)]
-    moves = _moving_results(function, _depends(jaxpr, jaxpr.invars))
+    types = [_struct(v.aval) for v in _without(made.jaxpr.invars[:count], is_fixed)]
+    depends = _depends(made.jaxpr, made.jaxpr.invars[count:])
+    moves = _moving_results(function, depends)
+    of_all = _some_results(made, moves)
 
     def of_tangents(*args: Any) -> list[Any]:
         given, tangents = iter(args[: len(types)]), args[len(types) :]
-        consts = [next(given) if f is _RESIDUAL else f for f in fixed]
-        of_given = jax.extend.core.ClosedJaxpr(jaxpr, consts)
-        return _only(jax.extend.core.jaxpr_as_fun(of_given)(*tangents), moves)
+        return of_all(*(next(given) if f is _RESIDUAL else f for f in fixed), *tangents)
 
     names = [
         function.names[i] if is_argument else f"residual {k} of {function.name}"
@@ -381,25 +385,36 @@ def _linearized(function: Function, moving: tuple[bool, ...]) -> Linearized:
     return Linearized(first, tangent, tuple(residuals), results, moves)
 
 
-# In the place of a constant of a linear part: that it is a residual.
+def _without_tracers(made: Any, traced: Sequence[Any], tangent_types: Sequence[Any]) -> Any:
+    """A linear part as a jaxpr of what it closes over that is traced, then of tangents."""
+
+    def of_all(*args: Any) -> list[Any]:
+        given, tangents = iter(args[: len(traced)]), args[len(traced) :]
+        consts = [next(given) if isinstance(c, Tracer) else c for c in made.consts]
+        jaxpr = jax.extend.core.ClosedJaxpr(made.jaxpr, consts)
+        return jax.extend.core.jaxpr_as_fun(jaxpr)(*tangents)
+
+    return jax.make_jaxpr(of_all)(*map(_struct, map(jax.typeof, traced)), *tangent_types)
+
+
+# In the place of what a linear part closes over: that it is a residual.
 _RESIDUAL = object()
 
 
 def _residuals(
-    closed: Any, results: int, constants: Sequence[Any]
+    closed: Any, results: int
 ) -> tuple[list[tuple[bool, int]], list[Any], list[bool]]:
-    """Where the constants of a linear part come from.
+    """Where what a linear part closes over comes from.
 
     Args:
-      closed: the forward part, which gives results, then the traced ones of `constants`.
+      closed: the forward part, which gives results, then what the linear one closes over.
       results: how many results there are.
-      constants: of the linear part, with `_RESIDUAL` for those that are traced.
 
     Returns:
       Of each residual, whether it is an argument (else a result of the forward part), and
-      which: what is an argument, or a result anyhow, is not given out again. Of each
-      constant, what it is, or `_RESIDUAL`. Of each result of `closed`, whether the forward
-      part gives it out.
+      which: what is an argument, or a result anyhow, is not given out again. Of all that is
+      closed over, what it is, or `_RESIDUAL`. Of each result of `closed`, whether the
+      forward part gives it out.
     """
     jaxpr = closed.jaxpr
     known = dict(zip(jaxpr.constvars, closed.consts, strict=True))
@@ -410,12 +425,7 @@ def _residuals(
     residuals: list[tuple[bool, int]] = []
     fixed: list[Any] = []
     wanted = [True] * results
-    outvars = iter(jaxpr.outvars[results:])
-    for constant in constants:
-        if constant is not _RESIDUAL:
-            fixed.append(constant)
-            continue
-        v = next(outvars)
+    for v in jaxpr.outvars[results:]:
         is_new = _is_variable(v) and v not in known and v not in places
         wanted.append(is_new)
         if is_new:

@@ -6,11 +6,13 @@ import pickle
 import subprocess
 import sys
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -425,3 +427,55 @@ def test_stages_have_what_those_of_jit_have(weights: Any, x: Any):
     whole = jturnip.jit(loss).lower(weights, x).compile()
     assert "HloModule" in whole.as_text()
     assert whole.runtime_executable() is not None
+
+
+def test_tokens_are_arguments_and_results():
+    token = jax.lax.create_token()
+    for strategy in ("auto", "turnip"):
+        f = jturnip.jit(lambda x, t: (x + 2, jax.lax.after_all(t)), strategy=strategy)
+        with pytest.warns(jturnip.InlinedWarning, match="tokens"):
+            found, after = f(jnp.ones(3), token)
+        np.testing.assert_array_equal(found, [3, 3, 3])
+        assert type(after) is type(token)
+
+
+def test_a_closed_over_array_goes_with_the_function():
+    giving = lambda x: lambda: x
+    for strategy in ("whole", "turnip"):
+        x = jnp.ones(10)
+        f, held = jturnip.jit(giving(x), strategy=strategy), weakref.ref(x)
+        del x
+        f()
+        assert held() is not None
+        del f
+        assert held() is None
+
+
+def test_leaks_are_looked_for_and_not_found(weights: Any, x: Any):
+    with jax.checking_leaks():
+        jax.grad(jturnip.jit(loss, 6 * MATRIX))(weights, x)
+        leaked = []
+        with pytest.raises(Exception, match="Leaked"):
+            jturnip.jit(lambda x: leaked.append(x) or x)(x)
+
+
+def test_useless_donations_are_told_of(x: Any):
+    f = jturnip.jit(lambda x: x.sum(), 1 << 20, strategy="turnip", donate_argnums=0)
+    with pytest.warns(UserWarning, match=r"not usable: float32\[4, 128\]"):
+        f(x)
+
+
+def test_zeros_of_no_type_are_results():
+    fn = jax.grad(lambda x, i: (x * i).sum(), argnums=(0, 1), allow_int=True)
+    for strategy in ("auto", "turnip"):
+        found = jturnip.jit(fn, strategy=strategy)(jnp.ones(3), jnp.arange(3))
+        assert found[1].dtype == jax.dtypes.float0
+        np.testing.assert_array_equal(found[0], [0, 1, 2])
+
+
+def test_what_a_part_of_a_function_raises_is_raised_as_it_is():
+    foo = jax.extend.core.Primitive("foo")
+    foo.def_abstract_eval(lambda x: x)
+    with pytest.raises(NotImplementedError, match="'foo'") as error:
+        jturnip.jit(foo.bind, strategy="turnip")(jnp.ones(3))
+    assert any('"foo" (' in note for note in error.value.__notes__)

@@ -852,7 +852,7 @@ def _check_arguments(closed: Any) -> None:
     """Refuses tokens, and references that come from outside, with the line that first uses
     one."""
     jaxpr = getattr(closed, "jaxpr", closed)
-    if any(not hasattr(v.aval, "dtype") for v in (*jaxpr.invars, *jaxpr.outvars)):
+    if not all(compat.has_type(v.aval) for v in (*jaxpr.invars, *jaxpr.outvars)):
         raise UnsupportedError(
             "the function takes or returns a token, which orders what it does, and jturnip"
             " splits functions of arrays only. Order effects with ordered=True instead, or"

@@ -26,10 +26,11 @@ class Type:
     @classmethod
     def of(cls, aval: Any) -> "Type":
         """Of an abstract value, an array, or a struct; a token is of no type."""
-        if not hasattr(aval, "dtype"):
+        try:
+            shape = tuple(aval.shape)
+        except (AttributeError, TypeError):
             return cls((0,), np.dtype(bool))
-        weak = bool(getattr(aval, "weak_type", False))
-        return cls(tuple(aval.shape), aval.dtype, weak)
+        return cls(shape, aval.dtype, bool(getattr(aval, "weak_type", False)))
 
     @property
     def nbytes(self) -> int:

@@ -29,8 +29,8 @@ _TRACED = (
     " one in jturnip.jit instead."
 )
 _OTHER_RULES = (
-    "has tokens, has references that are transformed, or names an axis of jax.vmap, which"
-    " only jax.jit knows to handle: it runs as under jax.jit, and its gpu_bytes do not count."
+    "has tokens, has references that are transformed, or names an axis of jax.vmap, and is"
+    " left to jax.jit: its gpu_bytes do not count."
 )
 # What parts of a transformed function leave to each other of a budget, in how many steps.
 _STEPS = 16

@@ -167,8 +167,8 @@ class Functions:
         self._lock = threading.RLock()
 
     def find(self, call: Call) -> Signature | None:
-        """The flat function for a call; None for one that has tokens, names axes of `vmap`, or
-        transforms references: that is left to JAX."""
+        """The flat function for a call; None for one that has tokens, names axes of `vmap`,
+        or transforms references: that is left to JAX."""
         if not all(
             isinstance(x, jax.Ref) or compat.has_type(jax.typeof(x)) for x in call.leaves
         ):

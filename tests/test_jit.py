@@ -34,6 +34,9 @@ from jturnip.graph.serialize import memgraph_from_json_dict
 from jturnip.planner.verify import verify
 
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
 Jit = Callable[..., Any]
 
 

@@ -731,6 +731,16 @@ class Compiled:
         places = [placement.sharding(device, w.on_host) for w in self._arguments.whose]
         return jax.tree.unflatten(self._in_tree, places)
 
+    def __getattr__(self, name: str) -> Any:
+        """What else `jax.stages.Compiled` has, of a function that runs whole."""
+        whole = getattr(self.__dict__.get("_runner"), "whole", None)
+        if whole is None or name.startswith("__"):
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}"
+                + ("; the function is split, and is no one executable" * (whole is None))
+            )
+        return getattr(whole, name)
+
     @property
     def input_formats(self) -> Any:
         """The same with layouts, which are JAX's own choice."""

@@ -146,3 +146,16 @@ def test_under_a_gradient_they_are_those_of_jit():
     with pytest.warns(jturnip.InlinedWarning, match="references"):
         found = jax.grad(jturnip.jit(fn, strategy="turnip"))(x)
     assert_same(found, jax.grad(jax.jit(fn))(x))
+
+
+def test_lowered_ahead_of_time_they_are_those_of_jit():
+    def fn(r: Any, x: Any) -> Any:
+        r[...] += x
+        return r[0, 0]
+
+    r = jax.new_ref(matrix())
+    before = np.asarray(r[...])
+    with pytest.warns(jturnip.InlinedWarning, match="ahead of time"):
+        compiled = jturnip.jit(fn).lower(r, 1.0).compile()
+    compiled(r, 1.0)
+    np.testing.assert_array_equal(r[...], before + 1)

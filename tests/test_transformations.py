@@ -427,6 +427,10 @@ def test_stages_have_what_those_of_jit_have(weights: Any, x: Any):
     whole = jturnip.jit(loss).lower(weights, x).compile()
     assert "HloModule" in whole.as_text()
     assert whole.runtime_executable() is not None
+    assert whole.output_shardings.memory_kind == "device"  # what JAX's own has beside
+    with pytest.raises(AttributeError, match="the function is split"):
+        _ = compiled.output_shardings
+    assert compiled.input_formats[0][1].sharding.memory_kind == "device"
 
 
 def test_tokens_are_arguments_and_results():

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from .registry import Program, Status
 
 
+# What JAX's own tests say, by `tests/against_jax.py`: written by hand.
+_JAXS_OWN = pathlib.Path(__file__).with_name("jaxs_own_tests.md")
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "conformance.md"
 
 _HEAD = """\
@@ -38,7 +40,7 @@ def page(programs: Sequence[Program]) -> str:
         lines.append(f"| {_WRONG} | not as `jax.jit` yet, and how | {wrong} |")
     lines += ["", "| area | program | status |", "| --- | --- | --- |"]
     lines += [f"| {p.area} | {p.name} | {_status(p)} |" for p in programs]
-    return _HEAD + "\n".join(lines) + "\n"
+    return _HEAD + "\n".join(lines) + "\n" + _JAXS_OWN.read_text("utf-8")
 
 
 def _status(program: Program) -> str:

@@ -25,7 +25,7 @@ from checks import (
 )
 
 import jturnip
-from jturnip import runners, stages
+from jturnip import lowering, placement, runners, stages
 from jturnip.compiler import executables
 from jturnip.models import llama
 
@@ -363,3 +363,74 @@ def test_a_cleared_cache_of_executables_compiles_again(quick_compilation: None):
     executables.clear_cache()
     again = jturnip.jit(tower, TIGHT).lower(X, layers(8)).compile().compile_report
     assert again.compiled == again.distinct
+
+
+# Hopeless budgets
+
+
+def test_nothing_is_cut_for_a_hopeless_budget(monkeypatch: pytest.MonkeyPatch):
+    """Pieces for a budget of a byte were so many that to refuse it took minutes."""
+    model = llama.config("small")
+    tokens = jax.ShapeDtypeStruct((2, model.length + 1), jnp.int32)
+    step = lambda w, tokens: jax.value_and_grad(llama.loss, argnums=1)(model, w, tokens)
+    weights = llama.abstract_params(model)
+    seen = []
+    real = lowering.streaming
+
+    def streaming(avals: Any, arguments: Any, budget: Any, attempt: int) -> Any:
+        seen.append(budget.gpu_bytes)
+        return real(avals, arguments, budget, attempt)
+
+    monkeypatch.setattr(lowering, "streaming", streaming)
+    with pytest.raises(jturnip.DoesNotFit) as refusal:
+        _ = jturnip.jit(step, 1).lower(weights, tokens).plan
+    largest = model.width * model.hidden * 4
+    assert min(seen) >= largest
+    error = refusal.value
+    assert error.gpu_bytes == 1
+    assert "gpu_bytes is 1 bytes" in str(error)
+    assert str(error).count("gpu_bytes is") == 1  # it does not speak of another budget
+    plan = jturnip.jit(step, error.needed_bytes).lower(weights, tokens).plan
+    assert plan.peak_bytes <= error.needed_bytes
+
+
+WIDE = jax.ShapeDtypeStruct((512, 64), np.float32)
+SQUARE = jax.ShapeDtypeStruct((64, 64), np.float32)
+STACK = jax.ShapeDtypeStruct((16, 64, 64), np.float32)
+
+
+def scanned(x: Any, stack: Any) -> Any:
+    return jax.lax.scan(lambda h, w: (h @ w, None), x, stack)[0]
+
+
+@pytest.mark.parametrize(
+    ("fn", "args", "whole"),
+    [
+        (lambda x, w: x @ w, (WIDE, SQUARE), SQUARE),
+        (lambda x, w: jax.jit(lambda a: a @ w)(x), (WIDE, SQUARE), SQUARE),
+        (lambda x, w: w.T @ x.T, (WIDE, SQUARE), None),
+        (scanned, (WIDE, STACK), SQUARE),
+        (lambda x, s: jnp.einsum("bij,bjk->bik", s, s) + x[:64], (WIDE, STACK), None),
+        (lambda x, s: (x * 2, s.sum(0)), (WIDE, STACK), None),
+    ],
+)
+def test_what_is_read_whole_is_no_more_than_what_is_needed(fn: Any, args: Any, whole: Any):
+    least = lowering.read_whole_bytes(jax.jit(fn).trace(*args).jaxpr)
+    assert least == (0 if whole is None else whole.size * 4)
+    assert least <= smallest_budget(fn, *args)
+
+
+def test_a_hopeless_budget_is_told_of_even_where_the_host_is_short(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """To find the smallest budget that would do ended in an error about the host."""
+
+    def fn(x: Any) -> Any:
+        layers = [jnp.tanh(x @ x) + i for i in range(16)]
+        return functools.reduce(jnp.matmul, reversed(layers))
+
+    needed = smallest_budget(fn, SQUARE)
+    monkeypatch.setattr(placement, "host_memory_available", lambda: 1024)
+    with pytest.raises(jturnip.HostMemoryError):
+        _ = jturnip.jit(fn, needed).lower(SQUARE).plan
+    assert smallest_budget(fn, SQUARE) <= needed

@@ -350,8 +350,24 @@ def _may_be_called_again(
         for at, i in returned.again
         if at not in made.to_host and given.whose[i] is not Whose.CALLER_DEVICE
     ]
-    needed = made.plan.peak_bytes + _TIMES * sum(newly)
+    needed = _peak_without_residents(made) + _TIMES * sum(newly)
     return not newly or needed <= budget.arena(given.device)
+
+
+def _peak_without_residents(made: "Straight | Chain") -> int:
+    """The peak, where loops keep nothing on the device that they could also stream."""
+    if isinstance(made, Straight):
+        return made.plan.peak_bytes
+    return max(
+        s.program.plan.peak_bytes + s.waiting - _resident_bytes(s.program)
+        for s in made.stages
+    )
+
+
+def _resident_bytes(program: Program) -> int:
+    if isinstance(program, Loop) and isinstance(program.body, Straight):
+        return program.body.resident_bytes
+    return 0
 
 
 def smallest_refusal(make: Callable[[int], Program], refusal: DoesNotFit) -> DoesNotFit:
@@ -364,11 +380,13 @@ def smallest_refusal(make: Callable[[int], Program], refusal: DoesNotFit) -> Doe
       refusal: of a smaller budget.
     """
     budget = refusal.needed_bytes
-    for _ in range(_TRIES):
+    for attempt in range(_TRIES):
         try:
             make(budget)
         except DoesNotFit as error:
-            budget = max(error.needed_bytes, budget + budget // 4)
+            # What is asked for next is exact, unless the pieces ask in turns for a little.
+            least = budget + 1 if attempt < _TRIES // 2 else budget + budget // 4
+            budget = max(error.needed_bytes, least)
             refusal = error.for_(refusal.gpu_bytes, budget)
         except HostMemoryError:
             break  # on the device there is room

@@ -41,7 +41,7 @@ def scan_over_stacked_weights():
     return Case(fn, (normal(64, 64), jnp.stack(weights(6))))
 
 
-@program(one_task("scan"))
+@program()
 def scan_backwards_and_unrolled():
     def fn(x, stacked):
         def step(total, row):

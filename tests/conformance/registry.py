@@ -84,8 +84,8 @@ class Script:
     """A program that jits, calls and asks as it likes; its value is compared."""
 
     run: Callable[[Jit], Any]
-    # Whether every jturnip function in it becomes a part of a jaxpr of JAX's: so that none
-    # is planned, and it warns of that.
+    # Whether JAX itself runs through every jturnip function in it, so that none is planned.
+    # Only then may it warn of that.
     inlined: bool = False
 
 

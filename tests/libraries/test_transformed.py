@@ -37,7 +37,7 @@ def of_llama() -> tuple[Callable[..., Any], Any]:
 
 
 def of_pair() -> tuple[Callable[..., Any], Any]:
-    model = pair.config("small", widening=2, blocks=1)
+    model = pair.config("small", widening=2)
     batch = next(pair.examples(model))
     return lambda w: pair.loss(model, w, batch), filled(pair.abstract_params(model))
 

@@ -183,7 +183,7 @@ def callbacks_in_a_scan():
     return Case(fn, (normal(64, 64), jnp.stack(weights(3))), log=log)
 
 
-@program(one_task("cond"))
+@program()
 def callbacks_in_a_branch():
     log = []
 

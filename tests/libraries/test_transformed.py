@@ -60,7 +60,7 @@ def of_flax() -> tuple[Callable[..., Any], Any]:
 def of_equinox() -> tuple[Callable[..., Any], Any]:
     eqx = pytest.importorskip("equinox")
     model = eqx.filter_eval_shape(
-        eqx.nn.MLP, 64, 64, 192, 4, jax.nn.gelu, key=jax.random.key(0)
+        eqx.nn.MLP, 64, 64, 128, 6, jax.nn.gelu, key=jax.random.key(0)
     )
     arrays, static = eqx.partition(model, lambda x: isinstance(x, jax.ShapeDtypeStruct))
     x = np.linspace(-1, 1, 16 * 64, dtype=np.float32).reshape(16, 64)

@@ -276,8 +276,10 @@ def _runner(
     budget = options.gpu_bytes
 
     def in_steps(nbytes: int) -> int:  # since each is compiled for
-        step = 1 if budget is None else max(1, budget // _STEPS)
-        return 0 if budget is None else -(-nbytes // step) * step
+        if budget is None:
+            return 0
+        step = max(1, budget // _STEPS)
+        return -(-nbytes // step) * step
 
     @functools.cache
     def dispatch(beside_bytes: int, residual_bytes: int) -> Dispatch:

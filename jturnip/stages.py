@@ -318,9 +318,7 @@ class Lowered:
         if sum(sizes.values()) <= room:
             return self._wanted
         if part.later is not None:
-            later = part.later()
-            flat = flatten(jax.jit(later.fn).trace(*later.inputs).jaxpr, ())
-            if lowering.alive_at_most(flat) <= arena:
+            if lowering.alive_at_most(flatten(part.later().closed)) <= arena:
                 return self._wanted
         on_host = list(self._wanted.on_host) or [None] * len(self._result_types)
         for i in sorted(sizes, key=lambda i: sizes[i]):

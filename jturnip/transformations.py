@@ -210,23 +210,15 @@ class Functions:
         # Traced values and references are arguments, before the others.
         is_argument = [isinstance(c, Tracer | jax.Ref) for c in closed.consts]
         closed_over = tuple(_only(closed.consts, is_argument))
-        count, others = len(closed_over), _without(closed.consts, is_argument)
-
-        def fn(*args: Any) -> list[Any]:
-            first, rest = iter(args[:count]), iter(others)
-            consts = [next(first) if a else next(rest) for a in is_argument]
-            jaxpr = jax.extend.core.ClosedJaxpr(closed.jaxpr, consts)
-            return jax.extend.core.jaxpr_as_fun(jaxpr)(*args[count:])
-
         elements = out if type(out) is tuple else (out,)
         names = (
-            *(f"closed-over value {i}" for i in range(count)),
+            *(f"closed-over value {i}" for i in range(len(closed_over))),
             *self._statics.names(call),
         )
         given = (*closed_over, *types)
         function = Function(
             name,
-            fn,
+            _of_constants(closed, is_argument),
             tuple(x if isinstance(x, jax.Ref) else _struct(jax.typeof(x)) for x in given),
             names,
             self._make,
@@ -388,12 +380,7 @@ def _linearized(function: Function, moving: tuple[bool, ...]) -> Linearized:
 def _without_tracers(made: Any, traced: Sequence[Any], tangent_types: Sequence[Any]) -> Any:
     """A linear part as a jaxpr of what it closes over that is traced, then of tangents."""
 
-    def of_all(*args: Any) -> list[Any]:
-        given, tangents = iter(args[: len(traced)]), args[len(traced) :]
-        consts = [next(given) if isinstance(c, Tracer) else c for c in made.consts]
-        jaxpr = jax.extend.core.ClosedJaxpr(made.jaxpr, consts)
-        return jax.extend.core.jaxpr_as_fun(jaxpr)(*tangents)
-
+    of_all = _of_constants(made, [isinstance(c, Tracer) for c in made.consts])
     return jax.make_jaxpr(of_all)(*map(_struct, map(jax.typeof, traced)), *tangent_types)
 
 
@@ -493,6 +480,19 @@ def _batched(
         on_host=function.on_host,
     )
     return made, out
+
+
+def _of_constants(closed: Any, which: Sequence[bool]) -> Flat:
+    """A function of some constants of a jaxpr, then of its arguments."""
+    count, others = sum(which), _without(closed.consts, which)
+
+    def fn(*args: Any) -> list[Any]:
+        some, rest = iter(args[:count]), iter(others)
+        consts = [next(some) if w else next(rest) for w in which]
+        jaxpr = jax.extend.core.ClosedJaxpr(closed.jaxpr, consts)
+        return jax.extend.core.jaxpr_as_fun(jaxpr)(*args[count:])
+
+    return fn
 
 
 def _some_results(closed: Any, which: Sequence[bool]) -> Flat:

@@ -76,27 +76,29 @@ def test_in_a_loop_and_a_branch(keywords: Any):
     assert_same(ours[...], stock[...], ulps=64)
 
 
+def through_all(refs: Any, x: Any) -> Any:
+    """A tower of them, each of which then changes."""
+    for r in refs:
+        x = jnp.tanh(x @ r[...])
+    for r in refs:
+        r[...] = r[...] * 0.9 + x.mean()
+    return x
+
+
 def test_a_function_of_many_is_split():
     """They were drawn together into one task, or refused."""
     count = 12
 
-    def fn(refs: Any, x: Any) -> Any:
-        for r in refs:
-            x = jnp.tanh(x @ r[...])
-        for r in refs:
-            r[...] = r[...] * 0.9 + x.mean()
-        return x
-
     weights = layers(count, WIDTH)
     ours, stock = [list(map(jax.new_ref, weights)) for _ in range(2)]
     x = jnp.ones((8, WIDTH))
-    f = jturnip.jit(fn, (count + 3) * MATRIX, strategy="turnip")
+    f = jturnip.jit(through_all, (count + 3) * MATRIX, strategy="turnip")
     with Watch((ours, x), [compat.value_of(r) for r in ours]) as watch:
         found = jax.block_until_ready(f(ours, x))
     assert watch.peak_bytes <= (count + 3) * MATRIX
     assert f.last_run is not None
     assert len(f.last_run.order) > 6
-    assert_same(found, jax.jit(fn)(stock, x), ulps=64)
+    assert_same(found, jax.jit(through_all)(stock, x), ulps=64)
     for a, b in zip(ours, stock, strict=True):
         assert_same(a[...], b[...], ulps=64)
 
@@ -110,20 +112,13 @@ def test_in_host_memory():
     except NotImplementedError as error:
         pytest.skip(f"this jax has none outside of jit: {error}")
 
-    def fn(refs: Any, x: Any) -> Any:
-        for r in refs:
-            x = jnp.tanh(x @ r[...])
-        for r in refs:
-            r[...] = r[...] * 0.9 + x.mean()
-        return x
-
     stock = list(map(jax.new_ref, weights))
     x = jnp.ones((8, WIDTH))
-    f = jturnip.jit(fn, 5 * MATRIX)
+    f = jturnip.jit(through_all, 5 * MATRIX)
     with Watch(x) as watch:
         found = jax.block_until_ready(f(ours, x))
     assert watch.peak_bytes <= 5 * MATRIX
-    assert_same(found, jax.jit(fn)(stock, x), ulps=64)
+    assert_same(found, jax.jit(through_all)(stock, x), ulps=64)
     for a, b in zip(ours, stock, strict=True):
         assert a.sharding.memory_kind == "pinned_host"
         kept = compat.value_of(a)

@@ -13,11 +13,10 @@ from typing import Any, Protocol
 
 import jax
 
-from jturnip import compat
+from jturnip import compat, memory
 from jturnip.errors import UnsupportedError
 from jturnip.placement import is_on_host
 from jturnip.runtime import waiters
-from jturnip.units import padded
 
 
 class Owner(Protocol):
@@ -111,7 +110,7 @@ class Turn:
         alive = [r for ref in self._residuals if (r := ref()) is not None]
         self._residuals = [weakref.ref(r) for r in alive if not r.is_deleted()]
         counted = set(map(id, beside))
-        return sum(padded(r.nbytes) for r in alive if id(r) not in counted)
+        return memory.device_bytes(r for r in alive if id(r) not in counted)
 
     def _change_owner(self, owner: Owner | None) -> None:
         before = self._owner() if self._owner is not None else None

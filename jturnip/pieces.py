@@ -24,7 +24,7 @@ from jturnip.programs import (
     Stage,
     Straight,
 )
-from jturnip.runners import SplitRunner, let_go
+from jturnip.runners import Rest, SplitRunner, let_go
 from jturnip.runtime import hoststacks
 from jturnip.runtime.link import SimulatedLink
 from jturnip.runtime.report import Gathered, RunReport
@@ -107,7 +107,19 @@ class PieceRunner:
         self._in_places = tuple(in_places)
         # Counted with the first run, whose call it was that had tasks tried out.
         self._tried = tried
-        self.last_run: RunReport | None = None
+        # What the last call that is known to be over did; of one that may not be, what is
+        # left of it and `_bytes_at_rest`.
+        self._over: RunReport | None = None
+        self._not_over: tuple[Rest, int] | None = None
+
+    @property
+    def last_run(self) -> RunReport | None:
+        """What the last call did that went well. Waits for the end of it."""
+        over, not_over = self._over, self._not_over
+        if not_over is None:
+            return over
+        rest, at_rest = not_over
+        return self._with(rest.finish(), at_rest) or over
 
     def run(self, leaves: Sequence[Any]) -> Any:
         """Runs once."""
@@ -118,10 +130,16 @@ class PieceRunner:
                 self._turn.alone(self)
                 if any(self._in_places):
                     leaves = list(map(memory.placed, leaves, self._in_places))
-                results = self.piece.run(leaves)
+                results, rest = self._begin(leaves)
                 results = list(map(compat.weakly_typed, results, self._weak))
                 results = memory.finished(results, self._wanted)
-                self.last_run = self._report(leaves, results)
+                at_rest = self._bytes_at_rest(leaves, results)
+                self._over = (
+                    self._with(self.piece.last_run, at_rest)
+                    if rest is None
+                    else self.last_run  # of the call before, which is over
+                )
+                self._not_over = None if rest is None else (rest, at_rest)
         except BaseException as error:
             let_go(error, outer)
             raise
@@ -131,16 +149,32 @@ class PieceRunner:
         """Lets go of what stays on the device between runs."""
         self.piece.leave()
 
-    def _report(self, leaves: Sequence[Any], results: Sequence[Any]) -> RunReport | None:
-        report, wanted, tried = self.piece.last_run, self._wanted, self._tried
+    def _begin(self, leaves: Sequence[Any]) -> tuple[list[Any], Rest | None]:
+        """The results, and what the turn has to wait for before it is another's."""
+        if not isinstance(self.piece, SplitRunner):
+            return self.piece.run(leaves), None
+        results, rest = self.piece.begin(leaves)
+        if rest is not None:
+            self._turn.left(rest)
+        return results, rest
+
+    def _bytes_at_rest(self, leaves: Sequence[Any], results: Sequence[Any]) -> int:
+        """What was on the device before and after the run: when tasks were tried out, and
+        when results had been brought where they are wanted."""
+        wanted, tried = self._wanted, self._tried
         self._tried = 0
-        if report is None or (wanted.is_nothing and not wanted.back and not tried):
+        if wanted.is_nothing and not wanted.back and not tried:
+            return 0
+        there = device_bytes([*(leaves[i] for i in self._staying), *results])
+        return max(there + self._constants, tried)
+
+    def _with(self, report: RunReport | None, at_rest: int) -> RunReport | None:
+        if report is None or not at_rest:
             return report
-        at_rest = device_bytes([*(leaves[i] for i in self._staying), *results])
         return dataclasses.replace(
             report,
-            h2d_bytes=report.h2d_bytes + wanted.back_bytes,
-            peak_bytes=max(report.peak_bytes, at_rest + self._constants, tried),
+            h2d_bytes=report.h2d_bytes + self._wanted.back_bytes,
+            peak_bytes=max(report.peak_bytes, at_rest),
         )
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import enum
 import functools
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Collection, Sequence
@@ -13,12 +14,14 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
+import numpy as np
 
 from jturnip import compat, memory, placement
 from jturnip.compiler import nans
 from jturnip.errors import ArgumentError, ExecutionError
+from jturnip.frontend.hints import calls_out
 from jturnip.frontend.values import FlatJaxpr, Parts, Slice, Type
-from jturnip.graph.memgraph import MemGraph
+from jturnip.graph.memgraph import MemGraph, OpKind
 from jturnip.graph.plan import Plan
 from jturnip.graph.taskgraph import TaskGraph
 from jturnip.lowering import Split, unread
@@ -33,7 +36,7 @@ from jturnip.runtime.engines import (
 )
 from jturnip.runtime.hoststacks import Assembled, Assembly, rows_of
 from jturnip.runtime.link import SimulatedLink
-from jturnip.runtime.loop import run
+from jturnip.runtime.loop import Running
 from jturnip.runtime.report import RunReport
 from jturnip.runtime.turns import Turn
 
@@ -198,6 +201,9 @@ class SplitRunner:
             zip(program.graph.outputs, memgraph.outputs_at_end, strict=True)
         )
         self._results, self._assembled = _results(split, start, ends)
+        self._ends_in_python = (
+            link is not None or bool(self._assembled) or _ends_in_python(split, memgraph)
+        )
         # Instances that are put on the device for many runs; their arrays, while they are.
         self._resident = tuple(start[b] for b in split.resident)
         self._held: dict[int, Any] = {}
@@ -225,12 +231,37 @@ class SplitRunner:
             closed_over.leave()
 
     def run(self, leaves: Sequence[Any], keep: frozenset[int] = frozenset()) -> list[Any]:
-        """Runs once; returns the flat results.
+        """Runs once, to the end; returns the flat results.
 
         Args:
           leaves: the flat arguments.
           keep: positions of donated arguments that are not given up for once.
         """
+        results, _ = self._run(leaves, keep, to_the_end=True)
+        return results
+
+    def begin(self, leaves: Sequence[Any]) -> tuple[list[Any], "Rest | None"]:
+        """Runs until nothing needs Python any more.
+
+        Returns:
+          The flat results, which may not be ready; and the rest of the run, None if it is
+          over. It is to be finished before anything else is put on the device.
+        """
+        return self._run(leaves, frozenset(), to_the_end=not self._leaves_a_rest(leaves))
+
+    def _leaves_a_rest(self, leaves: Sequence[Any]) -> bool:
+        """Whether the last runs and offloads may be left to XLA: not where the host has to
+        look at them, nor where they may read memory that the caller can change."""
+        if self._ends_in_python or nans.looked_for():
+            return False
+        return not any(
+            w.ours and not w.on_host and isinstance(leaf, np.ndarray)
+            for leaf, (_, w) in zip(leaves, self._arguments, strict=True)
+        )
+
+    def _run(
+        self, leaves: Sequence[Any], keep: frozenset[int], to_the_end: bool
+    ) -> tuple[list[Any], "Rest | None"]:
         program = self._program
         marks: MarkSlots | None = None
         arrays: list[Any] = [None] * len(program.memgraph.instances)
@@ -254,7 +285,9 @@ class SplitRunner:
                 ours.enter_context(jax.transfer_guard("allow"))
                 if looked_for:
                     ours.enter_context(nans.unheard())
-                report = run(program.schedule, engines, self.plan.strategy)
+                running = Running(program.schedule, engines, self.plan.strategy)
+                running.start_all()
+                report = running.finish() if to_the_end else None
             of = {
                 Origin.ARGUMENT: leaves,
                 Origin.INSTANCE: arrays,
@@ -262,15 +295,17 @@ class SplitRunner:
             }
             for origin, at in self._results:
                 results.append(self._settled(of[origin][at], origin))
+            # The marks' own few bytes, and what is kept for once although donated.
+            once = keep & self._given_up
+            beside = marks.nbytes + memory.device_bytes(leaves[i] for i in once)
+            if report is None:
+                engines.let_go()
+                return results, Rest(running, marks, beside)
             _raise_failures(results)
             if engines.suspect is not None:
                 if any(nans.is_bad(result, looked_for) for result in results):
                     raise engines.suspect
             engines.close()
-            # The marks' own few bytes, and what is kept for once although donated.
-            once = keep & self._given_up
-            beside = marks.nbytes + memory.device_bytes(leaves[i] for i in once)
-            report = dataclasses.replace(report, peak_bytes=report.peak_bytes + beside)
         except BaseException as error:
             arrays.clear()
             results.clear()
@@ -282,8 +317,8 @@ class SplitRunner:
                 raise KeyboardInterrupt from error
             raise
         return_marks(marks)
-        self.last_run = report
-        return results
+        self.last_run = _with_bytes(report, beside)
+        return results, None
 
     def _settled(self, array: Any, origin: "Origin") -> Any:
         """A result as `jax.jit` would give it out; what is in host memory is committed."""
@@ -309,6 +344,47 @@ class SplitRunner:
                 arrays[instance] = array
         for instance, array in self._held.items():
             arrays[instance] = array
+
+
+class Rest:
+    """What is left of a run that has given its results: XLA computes them without Python.
+
+    Who next puts something on the device finishes it first. Thread-safe.
+    """
+
+    def __init__(self, running: Running, marks: MarkSlots, beside_bytes: int):
+        self._running: Running | None = running
+        self._marks = marks
+        self._beside_bytes = beside_bytes
+        self._report: RunReport | None = None
+        self._lock = threading.Lock()
+
+    def finish(self) -> RunReport | None:
+        """Waits for the end; what the run did, or None if it failed, which its results say
+        to whoever looks at them."""
+        with self._lock:
+            if self._running is not None:
+                self._report = self._finished(self._running)
+                self._running = None
+        return self._report
+
+    def _finished(self, running: Running) -> RunReport | None:
+        outer = sys.exc_info()[1]
+        try:
+            report = running.finish()
+        except BaseException as error:
+            self._running = None
+            self._marks.close()
+            let_go(error, outer)
+            if isinstance(error, Exception) and not _is_interrupt(error):
+                return None
+            raise
+        return_marks(self._marks)
+        return _with_bytes(report, self._beside_bytes)
+
+
+def _with_bytes(report: RunReport, more: int) -> RunReport:
+    return dataclasses.replace(report, peak_bytes=report.peak_bytes + more)
 
 
 def check_donated_once(
@@ -348,6 +424,15 @@ class Origin(enum.Enum):
     INSTANCE = "instance"
     # One that is put together in host memory.
     ASSEMBLED = "assembled"
+
+
+def _ends_in_python(split: Split, memgraph: MemGraph) -> bool:
+    """Whether a run is not over for Python when all of its ops have been started: it calls
+    code whose errors we tell of, or reloads a result, whose copy on the host is dropped."""
+    ends = set(memgraph.outputs_at_end)
+    return any(e.effects or calls_out(e.origin) for e in split.flat.equations) or any(
+        op.kind is OpKind.RELOAD and not ends.isdisjoint(op.writes) for op in memgraph.ops
+    )
 
 
 def _cut_arrays(

@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -95,15 +96,25 @@ class Holdings:
     """What JAX and the process hold, to see that nothing is left behind.
 
     Arrays of one number do not count: jturnip keeps a few as the numbers of mark slots, and
-    JAX keeps some as constants of its own.
+    JAX keeps some as constants of its own. XLA's threads let go of what they had a moment
+    after they say that it is ready or has failed: so what is new is looked at again.
     """
+
+    _PATIENCE_SECONDS = 5.0
 
     def __init__(self) -> None:
         gc.collect()
         self.arrays = {id(a): a for a in jax.live_arrays() if a.size > 1}
         self.threads = {t.ident for t in threading.enumerate()}
 
-    def new_arrays(self) -> list[str]:
+    def new_arrays(self, count: int = 0) -> list[str]:
+        """What is new, when it is no more than so many arrays or stays more."""
+        end = time.perf_counter() + self._PATIENCE_SECONDS
+        while len(found := self._new_arrays()) > count and time.perf_counter() < end:
+            time.sleep(0.01)
+        return found
+
+    def _new_arrays(self) -> list[str]:
         gc.collect()
         return [
             f"{a.dtype}{list(a.shape)} in {a.sharding.memory_kind}"

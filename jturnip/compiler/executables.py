@@ -32,7 +32,7 @@ from jturnip.compiler.origin import Origin, compile_lowered
 from jturnip.compiler.progress import progress_bar
 from jturnip.compiler.report import CompileReport
 from jturnip.frontend import costs
-from jturnip.frontend.hints import nested
+from jturnip.frontend.hints import CALLS_OUT, nested
 from jturnip.frontend.partition import Group
 from jturnip.frontend.values import Constant, FlatJaxpr, Type, is_key, is_packed
 from jturnip.native import marks
@@ -68,7 +68,8 @@ _TRIAL_SECONDS = 0.01
 _REFRESH_SECONDS = 0.25
 # Slots of a context that are not settings but how it applies them.
 _CONTEXT_MACHINERY = frozenset(("configs", "manager", "_managers", "__weakref__"))
-_NOT_TRIED = frozenset(("while", "pure_callback", "io_callback", "ffi_call", "pallas_call"))
+# What has to be known before it is run on zeros: that it ends, and calls nobody.
+_NOT_TRIED = CALLS_OUT | {"while"}
 
 
 @dataclass(frozen=True, slots=True)

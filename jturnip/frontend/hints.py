@@ -15,6 +15,8 @@ from jturnip.frontend.values import Type, bind
 
 # What `jax.jit` commits results for.
 _NAME_A_PLACE = frozenset(("sharding_constraint", "shard_map", "call_exported"))
+# What runs code that is not XLA's own.
+CALLS_OUT = frozenset(("pure_callback", "io_callback", "ffi_call", "pallas_call"))
 
 
 def is_move(eqn: Any) -> bool:
@@ -74,6 +76,14 @@ def nested(eqn: Any) -> Iterator[Any]:
         for closed in param if isinstance(param, tuple | list) else (param,):
             if hasattr(getattr(closed, "jaxpr", closed), "eqns"):
                 yield closed
+
+
+def calls_out(eqn: Any) -> bool:
+    """Whether an equation, or one nested in it, calls code that is not XLA's own."""
+    bodies = (getattr(closed, "jaxpr", closed) for closed in nested(eqn))
+    return eqn.primitive.name in CALLS_OUT or any(
+        calls_out(inner) for body in bodies for inner in body.eqns
+    )
 
 
 def without_moves(closed: Any, inlined: dict[str, str]) -> Any:

@@ -206,8 +206,21 @@ class DeviceEngines:
         """After a run that went well."""
         if self._link is not None:
             self._link.close()
+        self._delete_donated()
+
+    def let_go(self) -> None:
+        """When all ops have been started, and those in flight are runs and offloads: lets
+        go of every array, and of the caller's for good. XLA has what it still needs."""
+        self._delete_donated()
+        self.arrays.clear()
+        # Of marks their own small results stay: they tell of runs that fail.
+        for op in self._in_flight.keys() - self._slot_of.keys():
+            del self._in_flight[op]
+
+    def _delete_donated(self) -> None:
         for instance in self._donated:
-            # Inputs that nothing read, or that were copied to the device for good.
+            # Inputs that nothing read, or that were copied to the device for good; others
+            # are gone already, or will be dropped with what is in flight.
             array = self.arrays[instance]
             if array is not None and instance not in self._kept:
                 array.delete()

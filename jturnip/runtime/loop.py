@@ -38,28 +38,66 @@ def run(
       InternalError: ops are left, and nothing in flight could ever free them.
       BaseException: the first error of an engine, after what was in flight has finished.
     """
-    state = RunState(schedule, limits)
-    recorder = Recorder(schedule, engines.now())
-    try:
-        instructions = state.begin()
-        while True:
-            for op in instructions:
-                recorder.starting(op, engines.now())
-                engines.start(op)
-            if state.finished:
-                return recorder.report(strategy)
-            if not state.in_flight:
-                raise InternalError(_story(state))
-            began = engines.now()
-            events = engines.wait()
-            if state.stalled:
-                recorder.stalled(max(0.0, events[0][1] - began))
-            for op, when in events:
-                recorder.done(op, when)
-            instructions = state.handle([op for op, _ in events])
-    except BaseException:
-        engines.drain()
-        raise
+    running = Running(schedule, engines, strategy, limits)
+    running.start_all()
+    return running.finish()
+
+
+class Running:
+    """One run of a schedule, on its way: `start_all`, then `finish`.
+
+    Both raise what `run` raises.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        engines: Engines,
+        strategy: str,
+        limits: Limits | None = None,
+    ):
+        self._engines = engines
+        self._strategy = strategy
+        self._state = RunState(schedule, limits)
+        self._recorder = Recorder(schedule, engines.now())
+
+    def start_all(self) -> None:
+        """Until every op has been started."""
+        try:
+            self._perform(self._state.begin())
+            while not self._state.all_started:
+                self._wait()
+        except BaseException:
+            self._engines.drain()
+            raise
+
+    def finish(self) -> RunReport:
+        """Until every op has completed."""
+        try:
+            while not self._state.finished:
+                self._wait()
+        except BaseException:
+            self._engines.drain()
+            raise
+        return self._recorder.report(self._strategy)
+
+    def _wait(self) -> None:
+        state, recorder, engines = self._state, self._recorder, self._engines
+        if not state.in_flight:
+            raise InternalError(_story(state))
+        began = engines.now()
+        events = engines.wait()
+        if state.stalled:
+            recorder.stalled(max(0.0, events[0][1] - began))
+        for op, when in events:
+            recorder.done(op, when)
+        self._perform(state.handle([op for op, _ in events]))
+
+    def _perform(self, instructions: Sequence[int]) -> None:
+        recorder, engines = self._recorder, self._engines
+        for op in instructions:
+            recorder.starting(op, engines.now())
+            engines.start(op)
 
 
 def _story(state: RunState) -> str:

@@ -77,6 +77,11 @@ class RunState:
         return self.remaining == 0
 
     @property
+    def all_started(self) -> bool:
+        """Whether every op has been started; a drop is over when it is."""
+        return self.remaining == self.in_flight
+
+    @property
     def stalled(self) -> bool:
         """Whether compute is idle although runs are left: they wait for transfers."""
         return self.computing == 0 and self.runs_left > 0

@@ -1,8 +1,8 @@
 """Whose turn it is on the device, among the calls of one function.
 
 The budget is the function's, for all signatures and threads. Runs of plans take turns, and
-wait for what whole calls still compute. Whole calls that copy arguments to the device wait
-until there is room; others go ahead as under `jax.jit`, whatever else is going on.
+wait for what earlier calls still compute. Whole calls that copy arguments to the device
+wait until there is room; others go ahead as under `jax.jit`, whatever else is going on.
 """
 
 import contextlib
@@ -27,8 +27,16 @@ class Owner(Protocol):
         ...
 
 
+class Rest(Protocol):
+    """What is left of a run after its call."""
+
+    def finish(self) -> object:
+        """Waits for its end."""
+        ...
+
+
 class Turn:
-    """One function's. Whoever calls `alone`, `make_room` or `copied` has the lock.
+    """One function's. Whoever calls `alone`, `make_room`, `copied` or `left` has the lock.
 
     Invariant: `_under_way` has an entry for every whole call that copied arguments and
     whose result nobody has seen ready: its bytes, and that result until it is.
@@ -38,6 +46,7 @@ class Turn:
         # Taken by `with` where it is needed, so that Ctrl-C cannot leave it locked.
         self.lock = threading.RLock()
         self._owner: weakref.ref[Owner] | None = None
+        self._rest: Rest | None = None
         self._under_way: list[tuple[int, list[Any]]] = []
         # The last plain call's first result in each thread.
         self._last: dict[int, weakref.ref[Any]] = {}
@@ -65,13 +74,21 @@ class Turn:
             _wait(last())
 
     def make_room(self, nbytes: int) -> None:
-        """Waits until whole calls that copied arguments take no more than `nbytes`."""
+        """Waits until the last run of a plan is over, and whole calls that copied arguments
+        take no more than `nbytes`."""
+        if self._rest is not None:
+            self._rest.finish()
+            self._rest = None
         while self._under_way:
             self._under_way = [entry for entry in self._under_way if entry[1]]
             if sum(n for n, _ in self._under_way) <= nbytes:
                 return
             _wait(*self._under_way[0][1])
             del self._under_way[0]
+
+    def left(self, rest: Rest) -> None:
+        """A run of a plan left this to XLA."""
+        self._rest = rest
 
     def copied(self, nbytes: int, result: Any) -> None:
         """A call that copied arguments takes `nbytes` until this result is ready."""

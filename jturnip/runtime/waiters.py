@@ -30,32 +30,41 @@ Then = Callable[[BaseException | None, float], None]
 
 
 class Job:
-    """Arrays to wait for. Holds them until they are ready, and no longer."""
+    """Arrays to wait for, and what then. Holds both until they are ready, and no longer."""
 
     __slots__ = ("_arrays", "_taken", "_then", "over")
 
     def __init__(self, arrays: list[Any], then: Then):
         self._arrays = arrays
-        self._then = then
+        self._then: Then | None = then
         self._taken = False
         self.over = False
 
     def run(self) -> None:
         """Waits, lets go of the arrays, and says so."""
-        self._taken = True
-        error, ready = None, 0.0
-        try:
-            jax.block_until_ready(self._arrays[:1])
-            ready = time.perf_counter()
-            jax.block_until_ready(self._arrays)
-        except BaseException as failure:
-            error = failure
-        self._arrays = []
-        self._then(error, ready)
+        self._taken = True  # before looking what to do; `give_up` goes the other way
+        self._wait()
+        self._then = None
         self.over = True
 
+    def _wait(self) -> None:
+        arrays, then, error, ready = self._arrays, self._then, None, 0.0
+        if then is None:
+            return
+        try:
+            jax.block_until_ready(arrays[:1])
+            ready = time.perf_counter()
+            jax.block_until_ready(arrays)
+        except BaseException as failure:
+            error = failure
+        self._arrays = arrays = []
+        then(error, ready)
+        del error  # it knows this frame
+
     def give_up(self) -> None:
-        """Lets go of arrays that are known to be ready, if a thread still has them."""
+        """Lets go of everything: a thread that has it now may finish, one that has not will
+        find nothing to do. The arrays must be known to be ready."""
+        self._then = None
         self._arrays = []
         while self._taken and not self.over:
             time.sleep(1e-4)

@@ -148,7 +148,7 @@ def split(
     finest: bool = False,
     repeated: bool = False,
     returned: Returned = NOTHING_KNOWN,
-    made: list[Executable] | None = None,
+    used: list[Executable] | None = None,
 ) -> Split:
     """Cuts a function into tasks that fit in a budget, and compiles them.
 
@@ -162,22 +162,22 @@ def split(
         that there is room for are taken to be on the device.
       returned: which results are to lie in one memory; those for which there is no room on
         the device go to host memory.
-      made: grows by what is compiled, so that it lives until it can be used again.
+      used: grows by the executables, so that they live until they can be used again.
 
     Raises:
       DoesNotFit: where a single equation, or the caller's own arrays, need more.
     """
+    used = [] if used is None else used
     arguments = kept(arguments, flat)
     device = arguments.device
     arena = budget.arena(device)
     partitioner = Partitioner(flat, rates(device))
-    _refuse_early(flat, partitioner, arguments, budget)
+    _refuse_early(flat, partitioner, arguments, budget, used)
     groups = partitioner.partition(0 if finest else arena // _SHARE)
     compiled = None
     while True:
         compiled = _compile(flat, groups, arguments, compiled)
-        if made is not None:
-            made += compiled.made
+        used += compiled.executables
         graph, buffers = _build(flat, groups, arguments, compiled, to_host)
         if smallest_budget(graph) <= arena:
             break
@@ -456,7 +456,11 @@ def _read_whole(jaxpr: Any, arrays: Collection[Any]) -> int:
 
 
 def _refuse_early(
-    flat: FlatJaxpr, partitioner: Partitioner, arguments: Arguments, budget: Budget
+    flat: FlatJaxpr,
+    partitioner: Partitioner,
+    arguments: Arguments,
+    budget: Budget,
+    used: list[Executable],
 ) -> None:
     """Refuses a hopeless budget after compiling the largest equations only."""
     arena = budget.arena(arguments.device)
@@ -477,7 +481,9 @@ def _refuse_early(
     # Workspace adds to what a task needs: the hungriest with it is likely among these.
     most = max(sizes)
     hungry = [g for g, size in zip(finest, sizes, strict=True) if size * 3 >= most]
-    graph, _ = _build(flat, hungry, arguments, _compile(flat, hungry, arguments))
+    compiled = _compile(flat, hungry, arguments)
+    used += compiled.executables
+    graph, _ = _build(flat, hungry, arguments, compiled)
     raise _refusal(graph, budget, arguments.device)
 
 

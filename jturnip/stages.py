@@ -307,6 +307,8 @@ class Lowered:
         )
         # Whether every equation is to be a task of its own, for study.
         self._finest = False
+        # What was compiled before the function was refused.
+        self._of_refusal: list[Any] = []
         self._lock = threading.RLock()
         self._check_results_fit()
 
@@ -500,6 +502,10 @@ class Lowered:
         how = self._how(trials)
         try:
             return self._made(how)
+        except DoesNotFit:
+            # Who is refused asks for more, and needs most of them again.
+            self._of_refusal = how.executables
+            raise
         finally:
             how.known.clear()  # it knows itself, and by the trials this function
 

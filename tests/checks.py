@@ -152,10 +152,16 @@ def whole_bytes(compiled: Any) -> int:
 
 def smallest_budget(fn: Callable[..., Any], *args: Any, **keywords: Any) -> int:
     """The fewest bytes in which `fn` plans, as the refusal of less says."""
-    keywords = {"strategy": "turnip", **keywords}
+    return refused(fn, *args, **keywords)[0]
+
+
+def refused(fn: Callable[..., Any], *args: Any, **keywords: Any) -> tuple[int, Any]:
+    """The smallest budget, and what has the executables that plan it: while it is kept,
+    they are not compiled again."""
+    lowered = jturnip.jit(fn, 1, **{"strategy": "turnip", **keywords}).lower(*args)
     with pytest.raises(jturnip.DoesNotFit) as refusal:
-        _ = jturnip.jit(fn, 1, **keywords).lower(*args).plan
-    return refusal.value.needed_bytes
+        _ = lowered.plan
+    return refusal.value.needed_bytes, lowered
 
 
 def layers(count: int, width: int = 128, seed: int = 0) -> list[np.ndarray]:

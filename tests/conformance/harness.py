@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from checks import assert_same, smallest_budget, unconstrained_peak
+from checks import assert_same, refused, unconstrained_peak
 
 import jturnip
 from jturnip.programs import Choice, Loop, Straight
@@ -92,12 +92,13 @@ def _check_case(program: Program, case: Case) -> None:
     if expected.error is not None:
         raise expected.error
     try:
-        smallest = smallest_budget(case.fn, *case.args, **case.keywords)
+        smallest, executables = refused(case.fn, *case.args, **case.keywords)
     except jturnip.UnsupportedError as error:
         _assert_seen(_refusal(program, error), program)
         _compare(program, expected, AMPLE, "auto")
         return
     lowered = _compare(program, expected, smallest, "turnip", smallest)
+    del executables
     _assert_seen(_seen(lowered), program)
     if program.thorough:
         half = unconstrained_peak(case.fn, *case.args, **case.keywords) // 2

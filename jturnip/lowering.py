@@ -50,8 +50,6 @@ _SHARE = 4
 # shares of the budget. The next pair is tried where no plan fits with loops so large.
 _SHARES_OF_LOOPS = ((1 / 4, 1.0), (1 / 16, 1 / 2), (0.0, 1 / 8), (0.0, 0.0))
 ATTEMPTS = len(_SHARES_OF_LOOPS)
-# XLA may re-use and fuse better than the TaskGraph's liveness says, up to this factor.
-_HOPE = 1.5
 # What `auto` plans and simulates; the paper's alone beyond this many tasks, since there
 # planning takes seconds.
 _PROMISING = ("turnip", "layerwise", "fixed_order")
@@ -373,27 +371,6 @@ def kept(arguments: Arguments, flat: FlatJaxpr) -> Arguments:
         for v, w in zip(flat.inputs, arguments.whose, strict=True)
     )
     return dataclasses.replace(arguments, whose=whose)
-
-
-def may_fit(
-    flat: FlatJaxpr,
-    partitioner: Callable[[], Partitioner],
-    arguments: Arguments,
-    gpu_bytes: int,
-) -> bool:
-    """Whether the whole function is worth compiling, to see if XLA fits it in the budget.
-
-    It is if there is room for all values while they are needed. Else by the TaskGraph: XLA
-    may well do better than one byte for every live byte of it, but not twice as well.
-    """
-    if alive_at_most(flat) <= gpu_bytes:
-        return True
-    groups = partitioner().partition(gpu_bytes // _SHARE)
-    graph, _ = _build(flat, groups, arguments)
-    # The arguments' buffers come first, in order.
-    donated = frozenset(BufferId(i) for i, w in enumerate(arguments.whose) if w.donated)
-    ignored = sum(flat.types[v].nbytes for v in unread(flat))
-    return figures.liveness_peak(graph, donated) - ignored <= _HOPE * gpu_bytes
 
 
 def alive_at_most(flat: FlatJaxpr) -> int:

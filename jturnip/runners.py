@@ -20,7 +20,7 @@ from jturnip import compat, memory, placement
 from jturnip.compiler import nans
 from jturnip.errors import ArgumentError, ExecutionError
 from jturnip.frontend.hints import calls_out
-from jturnip.frontend.values import FlatJaxpr, Parts, Slice, Type
+from jturnip.frontend.values import FlatJaxpr, Parts, Slice, Type, is_packed
 from jturnip.graph.memgraph import MemGraph, OpKind
 from jturnip.graph.plan import Plan
 from jturnip.graph.taskgraph import TaskGraph
@@ -594,6 +594,33 @@ def whole_bytes(whole: Any, closed_over: Sequence[Any]) -> int:
         + sum(Type.of(array).nbytes for array in closed_over)
         + memory.device_bytes(closed_over)
     )
+
+
+def least_whole_bytes(
+    flat: FlatJaxpr,
+    arguments: Arguments,
+    pruned: Collection[int],
+    closed_over: Sequence[Any],
+) -> int:
+    """Device bytes that a function surely needs as one executable: its arguments, its
+    results but those that may take the memory of donated arguments, and, as `whole_bytes`
+    counts it, what it closes over.
+
+    What is between them, fusion may never write down, so nothing is said of it.
+    """
+    inputs = [(i, _least_bytes(flat.types[v])) for i, v in enumerate(flat.inputs)]
+    read = sum(nbytes for i, nbytes in inputs if i not in pruned)
+    donated = sum(nbytes for i, nbytes in inputs if arguments.whose[i].donated)
+    by_equations = {v for e in flat.equations for v in e.outputs}
+    results = by_equations.intersection(flat.written_outputs)
+    written = sum(_least_bytes(flat.types[v]) for v in results)
+    constants = sum(Type.of(array).nbytes for array in closed_over)
+    return read + max(0, written - donated) + constants + memory.device_bytes(closed_over)
+
+
+def _least_bytes(t: Type) -> int:
+    """Bytes of a value as XLA may pack it."""
+    return t.nbytes // 8 if is_packed(t.dtype) else t.nbytes
 
 
 def whole_plan(nbytes: int, moves: Moves, gpu_bytes: int) -> Plan:

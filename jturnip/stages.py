@@ -28,7 +28,6 @@ from jturnip.compiler.report import CompileReport
 from jturnip.errors import ArgumentError, DoesNotFit, InlinedWarning, UnsupportedError
 from jturnip.frontend.hints import names_a_place
 from jturnip.frontend.jaxpr import flatten, pruned_arguments
-from jturnip.frontend.partition import Partitioner
 from jturnip.frontend.values import FlatJaxpr, Type
 from jturnip.graph.plan import Plan
 from jturnip.pieces import PieceRunner, make_piece
@@ -47,6 +46,7 @@ from jturnip.runners import (
     Moves,
     Runner,
     WholeRunner,
+    least_whole_bytes,
     moves_of,
     whole_bytes,
     whole_plan,
@@ -296,7 +296,6 @@ class Lowered:
         self._flat: FlatJaxpr | None = None
         # Of the whole function, also where it does not fit.
         self._whole_report: CompileReport | None = None
-        self._whole_bytes = 0
         try:
             self._flat = flatten(traced.jaxpr, _forwardable(arguments))
         except UnsupportedError as error:
@@ -452,14 +451,7 @@ class Lowered:
         """What a whole call moves, and its figures."""
         pruned = () if self._options.keep_unused else self._pruned
         moves = moves_of(self._arguments, self._traced, self._wanted, pruned)
-        return moves, whole_plan(self._whole_bytes, moves, self.gpu_bytes)
-
-    @functools.cached_property
-    def _partitioner(self) -> Partitioner:
-        if self._flat is None:
-            assert self._refusal is not None
-            raise self._refusal
-        return Partitioner(self._flat, lowering.rates(self._arguments.device))
+        return moves, whole_plan(self._compiled_whole[1], moves, self.gpu_bytes)
 
     @functools.cached_property
     def _whole(self) -> Any | None:
@@ -467,16 +459,10 @@ class Lowered:
         strategy = self._options.strategy
         if strategy not in ("auto", "whole"):
             return None
-        if strategy == "auto" and self._flat is not None:
-            if not lowering.may_fit(
-                self._flat, lambda: self._partitioner, self._arguments, self.gpu_bytes
-            ):
-                return None
-        whole, self._whole_report = compile_whole(
-            self._traced, self._options.compiler_options
-        )
-        needed = self._whole_bytes = whole_bytes(whole, self._closed_over)
-        if needed <= self.gpu_bytes:
+        if strategy == "auto" and self._least_whole_bytes > self.gpu_bytes:
+            return None
+        whole, needed = self._compiled_whole
+        if whole is not None:
             return whole
         if strategy == "whole":
             raise DoesNotFit(
@@ -493,6 +479,24 @@ class Lowered:
         return None
 
     @functools.cached_property
+    def _compiled_whole(self) -> tuple[Any | None, int]:
+        """The function as one XLA executable, if it fits, and the bytes that XLA says it
+        needs."""
+        whole, self._whole_report = compile_whole(
+            self._traced, self._options.compiler_options
+        )
+        needed = whole_bytes(whole, self._closed_over)
+        return whole if needed <= self.gpu_bytes else None, needed
+
+    @functools.cached_property
+    def _least_whole_bytes(self) -> int:
+        """What the whole needs surely, known before it is compiled."""
+        if self._flat is None:
+            return 0
+        unread = () if self._options.keep_unused else self._pruned
+        return least_whole_bytes(self._flat, self._arguments, unread, self._closed_over)
+
+    @functools.cached_property
     def _program(self) -> Program:
         return self._make_program()
 
@@ -502,12 +506,27 @@ class Lowered:
         how = self._how(trials)
         try:
             return self._made(how)
-        except DoesNotFit:
+        except DoesNotFit as refusal:
             # Who is refused asks for more, and needs most of them again.
             self._of_refusal = how.executables
-            raise
+            raise self._at_most_whole(refusal) from None
         finally:
             how.known.clear()  # it knows itself, and by the trials this function
+
+    def _at_most_whole(self, refusal: DoesNotFit) -> DoesNotFit:
+        """A refusal that asks for no more than the whole function needs."""
+        needed = refusal.needed_bytes
+        if self._options.strategy != "auto" or needed <= self._least_whole_bytes:
+            return refusal
+        whole = self._compiled_whole[1]
+        if needed <= whole:
+            return refusal
+        refusal = refusal.for_(refusal.gpu_bytes, whole)
+        return DoesNotFit(
+            f"{refusal} In that XLA fits the whole function: fused, it writes less down.",
+            needed_bytes=whole,
+            gpu_bytes=refusal.gpu_bytes,
+        )
 
     def _made(self, how: How) -> Program:
         made = functools.partial(

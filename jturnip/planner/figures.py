@@ -1,9 +1,7 @@
 """Figures of a plan that follow from its MemGraph alone."""
 
-from collections.abc import Collection
-
 from jturnip.graph.memgraph import MemGraph, OpKind
-from jturnip.graph.taskgraph import BufferId, TaskGraph, TaskId
+from jturnip.graph.taskgraph import TaskGraph
 
 
 def host_peak_bytes(graph: TaskGraph, memgraph: MemGraph) -> int:
@@ -42,25 +40,3 @@ def moved_bytes(graph: TaskGraph, memgraph: MemGraph) -> tuple[int, int]:
         if op.kind in moved:
             moved[op.kind] += graph.buffers[memgraph.instances[op.reads[0]].buffer].nbytes
     return moved[OpKind.RELOAD], moved[OpKind.OFFLOAD]
-
-
-def liveness_peak(graph: TaskGraph, donated: Collection[BufferId] = ()) -> int:
-    """Device bytes if nothing ever left: all inputs, and results while they are needed.
-
-    An estimate of what the whole function needs as one executable, before compiling it.
-    Inputs that are donated are counted until they were last read.
-    """
-    last_use: dict[BufferId, TaskId] = {}
-    for task in graph.tasks:
-        for b in (*task.outputs, *task.inputs):
-            last_use[b] = task.id
-    kept = set(graph.outputs)
-    kept.update(b.id for b in graph.buffers if b.start is not None and b.id not in donated)
-    live = peak = sum(b.nbytes for b in graph.buffers if b.start is not None)
-    for task in graph.tasks:
-        live += sum(graph.buffers[b].nbytes for b in task.outputs)
-        peak = max(peak, live)
-        for b in (*task.inputs, *task.outputs):
-            if last_use[b] == task.id and b not in kept:
-                live -= graph.buffers[b].nbytes
-    return peak

@@ -22,10 +22,11 @@ import pytest
 from checks import Holdings, assert_same, layers, tower, unconstrained_peak
 
 import jturnip
-from jturnip import compat
+from jturnip import compat, lowering
 from jturnip.compiler import executables, origin, progress
 from jturnip.compiler.origin import Origin
 from jturnip.compiler.report import CompileReport
+from jturnip.frontend.partition import Partitioner
 
 
 X = np.ones((128, 128), np.float32)
@@ -53,8 +54,8 @@ def lowered(fn: Callable[..., Any] = several, gpu_bytes: int = TIGHT) -> Any:
 
 
 def test_the_first_to_need_an_executable_compiles_it_and_the_next_re_uses_it():
-    first = lowered().compile().compile_report
-    again = lowered().compile().compile_report
+    compiled = lowered().compile()  # executables live as long as somebody has them
+    first, again = compiled.compile_report, lowered().compile().compile_report
     assert first.distinct >= 8
     assert (first.compiled, first.reused, first.cached) == (first.distinct, 0, 0)
     assert (again.compiled, again.reused, again.cached) == (0, first.distinct, 0)
@@ -88,9 +89,10 @@ def test_a_whole_that_was_tried_and_does_not_fit_counts_as_compiled():
 
 def test_tasks_that_were_cut_again_count_as_compiled():
     function = lowered()
+    partitioner = Partitioner(function._flat, lowering.rates(jax.devices()[0]))
 
     def compile_groups(most_bytes: int, earlier: Any = None) -> Any:
-        groups = function._partitioner.partition(most_bytes)
+        groups = partitioner.partition(most_bytes)
         context = compat.trace_context()
         return executables.compile_groups(
             function._flat, groups, executables.How(None, context), earlier

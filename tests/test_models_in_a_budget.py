@@ -32,7 +32,7 @@ from jturnip.graph.memgraph import OpKind
 from jturnip.models import llama, pair
 from jturnip.planner.verify import peak_bytes, verify
 from jturnip.runtime.engines import DeviceEngines
-from jturnip.runtime.loop import run
+from jturnip.runtime.loop import Running
 from jturnip.runtime.report import RunReport
 from jturnip.runtime.schedule import NONE, Schedule
 
@@ -217,10 +217,11 @@ def shuffled(schedule: Schedule, seed: int) -> Schedule:
     return dataclasses.replace(schedule, by_rank=tuple(by_rank), ranks=tuple(ranks))
 
 
-def run_in_seeded_order(
+def running_in_seeded_order(
     seed: int, schedule: Schedule, engines: DeviceEngines, strategy: str
-) -> RunReport:
-    return run(shuffled(schedule, seed), SeededEngines(engines, schedule, seed), strategy)
+) -> Running:
+    engines_in_order = SeededEngines(engines, schedule, seed)
+    return Running(shuffled(schedule, seed), engines_in_order, strategy)
 
 
 def bits(tree: Any) -> list[bytes]:
@@ -247,7 +248,8 @@ def test_every_sampled_order_gives_the_same_bits(
     usual = bits(compiled(*args()))
     seen: set[tuple[int, ...]] = set()
     for seed in range(orders):
-        monkeypatch.setattr(runners, "run", functools.partial(run_in_seeded_order, seed))
+        running = functools.partial(running_in_seeded_order, seed)
+        monkeypatch.setattr(runners, "Running", running)
         results, report = compiled(*args()), compiled.last_run
         assert bits(results) == usual, f"seed {seed}, order {report.order}"
         assert report.peak_bytes <= compiled.plan.gpu_bytes, f"seed {seed}"

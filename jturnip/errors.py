@@ -72,8 +72,9 @@ class DoesNotFit(PlanningError):
             ("gpu_bytes is", self.gpu_bytes, gpu_bytes),
             ("at least", self.needed_bytes, needed_bytes),
         ):
-            said = rf"{what} {before}( \([^)]*\))?"
-            message = re.sub(said, f"{what} {now} bytes", message)
+            if now != before:
+                said = rf"{what} {before}( \([^)]*\))?"
+                message = re.sub(said, f"{what} {now} bytes", message)
         return DoesNotFit(message, needed_bytes=needed_bytes, gpu_bytes=gpu_bytes)
 
 

@@ -288,6 +288,7 @@ class Lowered:
             if options.gpu_bytes is not None
             else placement.free_device_bytes(arguments.device)
         )
+        self._in_any_budget = arguments
         arguments = _with_room(arguments, traced, self.gpu_bytes)
         self._result_types = list(map(Type.of, jax.tree.leaves(traced.out_info)))
         if options.part is not None:
@@ -438,6 +439,35 @@ class Lowered:
           DoesNotFit, HostMemoryError, UnsupportedError: as `jturnip.jit` says.
         """
         return self._planned
+
+    @functools.cached_property
+    def minimum_gpu_bytes(self) -> int:
+        """The smallest budget in which the function runs with its strategy, in bytes: less
+        than that by 3% is refused. Compiles what it takes to know that.
+
+        Raises:
+          HostMemoryError, UnsupportedError: as `plan` does.
+        """
+        kept, least = [], 1
+        while True:  # a refusal asks for what it knows of
+            refusal = self._refused_in(least, kept)
+            if refusal is None:
+                break
+            least = max(least + 1, refusal.needed_bytes)
+        while self._refused_in(less := least - 3 * least // 100, kept) is None:
+            least = less
+        return least
+
+    def _refused_in(self, gpu_bytes: int, kept: list[Any]) -> DoesNotFit | None:
+        """The refusal of another budget, if it is; keeps what is compiled for it."""
+        options = dataclasses.replace(self._options, gpu_bytes=gpu_bytes)
+        try:
+            other = self._with_options(options, self._in_any_budget)
+            kept.append(other)
+            _ = other.plan
+        except DoesNotFit as refusal:
+            return refusal.with_traceback(None)
+        return None
 
     @functools.cached_property
     def _planned(self) -> Plan:
@@ -683,6 +713,9 @@ class Lowered:
         arguments = dataclasses.replace(
             self._given, compiler_options=options.compiler_options
         )
+        return self._with_options(options, arguments)
+
+    def _with_options(self, options: Options, arguments: Arguments) -> "Lowered":
         return Lowered(
             self._traced,
             self._in_tree,

@@ -44,6 +44,21 @@ def test_a_refusal_asks_for_no_more_than_xla_needs(case: Case, stock: tuple[Any,
         assert_same(found, expected)
 
 
+def test_the_minimum_is_one(case: Case, stock: tuple[Any, int]):
+    """It runs there, and not in 3% less."""
+    expected, peak = stock
+    args = jturnip.host(case.make())
+    least = jturnip.jit(case.fn).lower(*args).minimum_gpu_bytes
+    assert least <= peak
+    fn = jturnip.jit(case.fn, least)
+    assert_same(fn(*args), expected)
+    assert fn.last_run is not None
+    assert fn.last_run.peak_bytes <= least
+    with pytest.raises(jturnip.DoesNotFit) as refusal:
+        _ = jturnip.jit(case.fn, least - 3 * least // 100).lower(*args).plan
+    assert refusal.value.needed_bytes <= peak
+
+
 def tried(case: Case, args: Any, gpu_bytes: int) -> Any:
     """The result, or the refusal."""
     try:

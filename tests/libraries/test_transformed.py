@@ -71,7 +71,9 @@ def of_equinox() -> tuple[Callable[..., Any], Any]:
 
 MODELS = {"llama": of_llama, "pair": of_pair, "flax": of_flax, "equinox": of_equinox}
 # A hessian's four parts take long to compile: of one block here.
-SMALLER = {("pair", "hessian"): functools.partial(of_pair, blocks=1)}
+SMALLER: dict[Any, Callable[[], Any]] = {
+    ("pair", "hessian"): functools.partial(of_pair, blocks=1)
+}
 WAYS: dict[str, Callable[[Any], Any]] = {
     "gradients": lambda f: lambda *a: (jax.grad(f)(*a), jax.value_and_grad(f)(*a)[0]),
     "vmap": lambda f: lambda w, z: jax.vmap(f, (None, 0))(w, jnp.stack([z, -z, 2 * z])),
@@ -82,7 +84,8 @@ WAYS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("model", MODELS)
 def test_half_is_enough(model: str, way: str):
-    of_weights, weights = SMALLER.get((model, way), MODELS[model])()
+    of_model = SMALLER[model, way] if (model, way) in SMALLER else MODELS[model]
+    of_weights, weights = of_model()
     transformed = WAYS[way]
 
     def fn(weights: Any, scales: Any) -> Any:

@@ -92,6 +92,13 @@ def device_bytes(arrays: Sequence[jax.Array]) -> int:
     )
 
 
+def collected() -> None:
+    """Collects garbage, and takes what is left out of the collector's sight: JAX keeps so
+    much that to look at all of it, test after test, takes most of a second each time."""
+    gc.collect()
+    gc.freeze()
+
+
 class Holdings:
     """What JAX and the process hold, to see that nothing is left behind.
 
@@ -103,7 +110,7 @@ class Holdings:
     _PATIENCE_SECONDS = 5.0
 
     def __init__(self) -> None:
-        gc.collect()
+        collected()
         self.arrays = {id(a): a for a in jax.live_arrays() if a.size > 1}
         self.threads = {t.ident for t in threading.enumerate()}
 

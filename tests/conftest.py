@@ -1,10 +1,10 @@
 """What tests of several files ask for."""
 
-import gc
 from collections.abc import Iterator
 
 import jax
 import pytest
+from checks import collected
 
 
 # Where a test fails, our own frames are what one wants to see.
@@ -12,10 +12,8 @@ jax.config.update("jax_traceback_filtering", "off")
 
 
 def pytest_collection_finish() -> None:
-    """Takes what has been imported out of the collector's sight: many tests collect, to see
-    that nothing is left behind, and would look at all of it every time."""
-    gc.collect()
-    gc.freeze()
+    """What has been imported is no garbage."""
+    collected()
 
 
 @pytest.fixture(scope="module")

@@ -1,12 +1,12 @@
 """What is alive on the device, looked at whenever something is put there."""
 
-import gc
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
 import jax
 import jax.stages
+from checks import collected  # pyright: ignore[reportMissingImports]
 
 from jturnip import compat, memory
 
@@ -30,7 +30,7 @@ class Watch:
     )
 
     def __init__(self, *mine: Any):
-        gc.collect()
+        collected()
         watched = {id(leaf) for leaf in jax.tree.leaves(mine)}
         # Held, so that no later array gets the id of one of them.
         self._others = {id(a): a for a in jax.live_arrays() if id(a) not in watched}

@@ -9,9 +9,10 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import jax
 import numpy as np
@@ -31,6 +32,7 @@ from jturnip.runtime.engines import (
     DeviceEngines,
     MarkSlots,
     borrow_marks,
+    has_idle_marks,
     make_program,
     return_marks,
 )
@@ -270,6 +272,8 @@ class SplitRunner:
         try:
             given_up = self._given_up - keep
             check_donated_once(leaves, given_up, self._names)
+            if not has_idle_marks(program.device_sharding):
+                Rest.finish_some()
             marks = borrow_marks(program.device_sharding)
             assembly = Assembly(self._assembled)
             leaves = assembly.take_over(leaves, keep)
@@ -300,7 +304,7 @@ class SplitRunner:
             beside = marks.nbytes + memory.device_bytes(leaves[i] for i in once)
             if report is None:
                 engines.let_go()
-                return results, Rest(running, marks, beside)
+                return results, Rest(running, engines, marks, beside)
             _raise_failures(results)
             if engines.suspect is not None:
                 if any(nans.is_bad(result, looked_for) for result in results):
@@ -349,15 +353,40 @@ class SplitRunner:
 class Rest:
     """What is left of a run that has given its results: XLA computes them without Python.
 
-    Who next puts something on the device finishes it first. Thread-safe.
+    Who next puts something on the device for the same function finishes it first. Its marks
+    are lent to other runs once it is over. Thread-safe.
     """
 
-    def __init__(self, running: Running, marks: MarkSlots, beside_bytes: int):
+    # No more than so many are left unfinished: each has slots of its own.
+    MOST = 32
+    _unfinished: ClassVar[list["weakref.ref[Rest]"]] = []
+
+    def __init__(
+        self,
+        running: Running,
+        engines: DeviceEngines,
+        marks: MarkSlots,
+        beside_bytes: int,
+    ):
         self._running: Running | None = running
+        self._engines = engines
         self._marks = marks
         self._beside_bytes = beside_bytes
         self._report: RunReport | None = None
         self._lock = threading.Lock()
+        self._unfinished.append(weakref.ref(self))
+
+    @classmethod
+    def finish_some(cls) -> None:
+        """Finishes those that are over, and the oldest of too many."""
+        refs = list(cls._unfinished)
+        for at, ref in enumerate(refs):
+            rest = ref()
+            if rest is not None and (at < len(refs) - cls.MOST or rest._engines.is_over):
+                rest.finish()
+            if rest is None or rest._running is None:
+                with contextlib.suppress(ValueError):  # another thread may be at it too
+                    cls._unfinished.remove(ref)
 
     def finish(self) -> RunReport | None:
         """Waits for the end; what the run did, or None if it failed, which its results say

@@ -4,6 +4,7 @@ import gc
 import subprocess
 import sys
 import textwrap
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ import jturnip
 from jturnip.runners import Rest
 from jturnip.runtime import engines, turns
 from jturnip.runtime.loop import Running
+from jturnip.runtime.report import RunReport
 
 
 # Of the last task, one large product: while it computes, a call has returned. (XLA's CPU
@@ -155,15 +157,63 @@ class Fails(Running):
         raise RuntimeError("the device is gone")
 
 
+class Idle(engines.DeviceEngines):
+    """Engines of a run that is over."""
+
+    def __init__(self):
+        self._in_flight, self._waiting = {}, {}
+
+
 def test_a_rest_that_fails_gives_its_marks_back(monkeypatch):
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     marks = engines.borrow_marks(sharding)
     closed = []
     monkeypatch.setattr(marks, "close", lambda: closed.append(1))
-    rest = Rest(Fails(), marks, 0)
+    rest = Rest(Fails(), Idle(), marks, 0)
     assert rest.finish() is None
     assert rest.finish() is None
     assert closed == [1]
+
+
+def test_marks_are_lent_on_once_a_run_is_over(weights, monkeypatch):
+    """Else each function that was called once would keep slots, of which there are 4096."""
+    functions = [
+        jturnip.jit(lambda w, x: tower(x, w), 450 * 1024, strategy="turnip")
+        for _ in range(4)
+    ]
+    functions[0](weights, square()).block_until_ready()
+    made, make = [], engines.MarkSlots
+    monkeypatch.setattr(engines, "MarkSlots", lambda at: made.append(at) or make(at))
+    for fn in functions[1:]:
+        fn(weights, square()).block_until_ready()
+    assert made == []
+
+
+def test_not_too_many_runs_are_left_unfinished():
+    class Unfinished(Running):
+        def __init__(self):
+            pass
+
+        def finish(self):
+            finished.append(self)
+            return RunReport("turnip", 0.0, 0.0, 0, 0, 0)
+
+    class NeverReady:
+        def is_ready(self):
+            return False
+
+    class Busy(Idle):
+        def __init__(self):
+            self._in_flight, self._waiting = {0: NeverReady()}, {}
+
+    finished: list[Any] = []
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    Rest.finish_some()
+    runs = [Unfinished() for _ in range(Rest.MOST + 2)]
+    rests = [Rest(run, Busy(), engines.borrow_marks(sharding), 0) for run in runs]
+    Rest.finish_some()
+    assert finished == runs[:2]
+    del rests
 
 
 def test_room_is_made_by_waiting_for_the_rest():

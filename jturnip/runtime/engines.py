@@ -217,6 +217,13 @@ class DeviceEngines:
         for op in self._in_flight.keys() - self._slot_of.keys():
             del self._in_flight[op]
 
+    @property
+    def is_over(self) -> bool:
+        """Whether all that is in flight has completed, or failed."""
+        return all(array.is_ready() for array in list(self._in_flight.values())) and all(
+            job.over for job in list(self._waiting.values())
+        )
+
     def _delete_donated(self) -> None:
         for instance in self._donated:
             # Inputs that nothing read, or that were copied to the device for good; others
@@ -417,6 +424,11 @@ class MarkSlots:
 
 # Sets of slots that no run uses, by device; a run that went well returns its own.
 _IDLE: dict[jax.sharding.Sharding, list[MarkSlots]] = {}
+
+
+def has_idle_marks(sharding: jax.sharding.Sharding) -> bool:
+    """Whether a set of slots on a device is there that no run uses."""
+    return bool(_IDLE.get(sharding))
 
 
 def borrow_marks(sharding: jax.sharding.Sharding) -> MarkSlots:

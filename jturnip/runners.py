@@ -382,34 +382,40 @@ class Rest:
         refs = list(cls._unfinished)
         for at, ref in enumerate(refs):
             rest = ref()
-            if rest is not None and (at < len(refs) - cls.MOST or rest._engines.is_over):
-                rest.finish()
+            if rest is not None:
+                rest.finish(wait=at < len(refs) - cls.MOST)
             if rest is None or rest._running is None:
                 with contextlib.suppress(ValueError):  # another thread may be at it too
                     cls._unfinished.remove(ref)
 
-    def finish(self) -> RunReport | None:
-        """Waits for the end; what the run did, or None if it failed, which its results say
-        to whoever looks at them."""
+    def finish(self, wait: bool = True) -> RunReport | None:
+        """Waits for the end, or without that only looks whether it has come.
+
+        Returns:
+          What the run did; None if it failed, which its results say to whoever looks at
+          them, or if it is not known to be over.
+        """
         with self._lock:
             if self._running is not None:
-                self._report = self._finished(self._running)
-                self._running = None
+                self._finish(self._running, wait)
         return self._report
 
-    def _finished(self, running: Running) -> RunReport | None:
+    def _finish(self, running: Running, wait: bool) -> None:
         outer = sys.exc_info()[1]
         try:
+            if not wait and not running.tell(self._engines.poll()):
+                return
             report = running.finish()
         except BaseException as error:
             self._running = None
             self._marks.close()
             let_go(error, outer)
             if isinstance(error, Exception) and not _is_interrupt(error):
-                return None
+                return
             raise
+        self._running = None
         return_marks(self._marks)
-        return _with_bytes(report, self._beside_bytes)
+        self._report = _with_bytes(report, self._beside_bytes)
 
 
 def _with_bytes(report: RunReport, more: int) -> RunReport:

@@ -157,11 +157,14 @@ class Fails(Running):
         raise RuntimeError("the device is gone")
 
 
-class Idle(engines.DeviceEngines):
-    """Engines of a run that is over."""
+class Silent(engines.DeviceEngines):
+    """Engines of which nothing is heard."""
 
     def __init__(self):
-        self._in_flight, self._waiting = {}, {}
+        pass
+
+    def poll(self):
+        return []
 
 
 def test_a_rest_that_fails_gives_its_marks_back(monkeypatch):
@@ -169,7 +172,7 @@ def test_a_rest_that_fails_gives_its_marks_back(monkeypatch):
     marks = engines.borrow_marks(sharding)
     closed = []
     monkeypatch.setattr(marks, "close", lambda: closed.append(1))
-    rest = Rest(Fails(), Idle(), marks, 0)
+    rest = Rest(Fails(), Silent(), marks, 0)
     assert rest.finish() is None
     assert rest.finish() is None
     assert closed == [1]
@@ -194,23 +197,18 @@ def test_not_too_many_runs_are_left_unfinished():
         def __init__(self):
             pass
 
+        def tell(self, events):
+            return False
+
         def finish(self):
             finished.append(self)
             return RunReport("turnip", 0.0, 0.0, 0, 0, 0)
-
-    class NeverReady:
-        def is_ready(self):
-            return False
-
-    class Busy(Idle):
-        def __init__(self):
-            self._in_flight, self._waiting = {0: NeverReady()}, {}
 
     finished: list[Any] = []
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     Rest.finish_some()
     runs = [Unfinished() for _ in range(Rest.MOST + 2)]
-    rests = [Rest(run, Busy(), engines.borrow_marks(sharding), 0) for run in runs]
+    rests = [Rest(run, Silent(), engines.borrow_marks(sharding), 0) for run in runs]
     Rest.finish_some()
     assert finished == runs[:2]
     del rests

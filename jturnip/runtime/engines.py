@@ -171,7 +171,13 @@ class DeviceEngines:
         while True:
             events = self._queue.drain(_LOOK_AGAIN) or self._silent_failures()
             if events:
-                break
+                return self._heard(events)
+
+    def poll(self) -> list[tuple[int, float]]:
+        """What `wait` would say, if anything, without sleeping."""
+        return self._heard(self._queue.drain(0.0))
+
+    def _heard(self, events: list[tuple[int, float]]) -> list[tuple[int, float]]:
         for op, _ in events:
             self._in_flight.pop(op, None)
             job = self._waiting.pop(op, None)
@@ -216,13 +222,6 @@ class DeviceEngines:
         # Of marks their own small results stay: they tell of runs that fail.
         for op in self._in_flight.keys() - self._slot_of.keys():
             del self._in_flight[op]
-
-    @property
-    def is_over(self) -> bool:
-        """Whether all that is in flight has completed, or failed."""
-        return all(array.is_ready() for array in list(self._in_flight.values())) and all(
-            job.over for job in list(self._waiting.values())
-        )
 
     def _delete_donated(self) -> None:
         for instance in self._donated:

@@ -89,9 +89,14 @@ class Running:
         events = engines.wait()
         if state.stalled:
             recorder.stalled(max(0.0, events[0][1] - began))
+        self.tell(events)
+
+    def tell(self, events: Sequence[tuple[int, float]]) -> bool:
+        """These ops have completed, as `Engines.wait` has it; whether all have now."""
         for op, when in events:
-            recorder.done(op, when)
-        self._perform(state.handle([op for op, _ in events]))
+            self._recorder.done(op, when)
+        self._perform(self._state.handle([op for op, _ in events]))
+        return self._state.finished
 
     def _perform(self, instructions: Sequence[int]) -> None:
         recorder, engines = self._recorder, self._engines

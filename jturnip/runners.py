@@ -359,7 +359,7 @@ class Rest:
 
     # No more than so many are left unfinished: each has slots of its own.
     MOST = 32
-    _unfinished: ClassVar[list["weakref.ref[Rest]"]] = []
+    _all: ClassVar[list["weakref.ref[Rest]"]] = []
 
     def __init__(
         self,
@@ -368,25 +368,25 @@ class Rest:
         marks: MarkSlots,
         beside_bytes: int,
     ):
-        self._running: Running | None = running
-        self._engines = engines
+        # None once it is over: nothing of the program is kept then.
+        self._unfinished: tuple[Running, DeviceEngines] | None = running, engines
         self._marks = marks
         self._beside_bytes = beside_bytes
         self._report: RunReport | None = None
         self._lock = threading.Lock()
-        self._unfinished.append(weakref.ref(self))
+        self._all.append(weakref.ref(self))
 
     @classmethod
     def finish_some(cls) -> None:
         """Finishes those that are over, and the oldest of too many."""
-        refs = list(cls._unfinished)
+        refs = list(cls._all)
         for at, ref in enumerate(refs):
             rest = ref()
             if rest is not None:
                 rest.finish(wait=at < len(refs) - cls.MOST)
-            if rest is None or rest._running is None:
+            if rest is None or rest._unfinished is None:
                 with contextlib.suppress(ValueError):  # another thread may be at it too
-                    cls._unfinished.remove(ref)
+                    cls._all.remove(ref)
 
     def finish(self, wait: bool = True) -> RunReport | None:
         """Waits for the end, or without that only looks whether it has come.
@@ -396,24 +396,24 @@ class Rest:
           them, or if it is not known to be over.
         """
         with self._lock:
-            if self._running is not None:
-                self._finish(self._running, wait)
+            if self._unfinished is not None:
+                self._finish(*self._unfinished, wait)
         return self._report
 
-    def _finish(self, running: Running, wait: bool) -> None:
+    def _finish(self, running: Running, engines: DeviceEngines, wait: bool) -> None:
         outer = sys.exc_info()[1]
         try:
-            if not wait and not running.tell(self._engines.poll()):
+            if not wait and not running.tell(engines.poll()):
                 return
             report = running.finish()
         except BaseException as error:
-            self._running = None
+            self._unfinished = None
             self._marks.close()
             let_go(error, outer)
             if isinstance(error, Exception) and not _is_interrupt(error):
                 return
             raise
-        self._running = None
+        self._unfinished = None
         return_marks(self._marks)
         self._report = _with_bytes(report, self._beside_bytes)
 

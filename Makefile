@@ -27,11 +27,12 @@ on_gpu = $(1) -m pytest -m gpu; tests=$$?; $(1) -m benchmarks.gpu $(ARGS) && exi
 sees_gpu := -c 'import sys, jax; sys.exit(jax.default_backend() != "gpu")' 2>/dev/null
 
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test check bench gpu bazel clean
+.PHONY: help setup demo test test-slow check bench gpu bazel clean
 
 help:
 	@echo 'make demo    train a small Llama under jax.jit and in a quarter of its memory'
-	@echo 'make test    run the tests'
+	@echo 'make test    run the tests but the slowest'
+	@echo 'make test-slow  run those'
 	@echo 'make check   lint, format, types, import layers'
 	@echo 'make bench   measure on the CPU; writes docs/benchmarks.md'
 	@echo 'make gpu     measure on the GPU; writes benchmarks/results/'
@@ -48,6 +49,10 @@ demo: $(demo)
 # one process. Says what took longest.
 test: $(ready)
 	$(bin)/python -m pytest -n auto --maxprocesses=8 --dist worksteal --durations=10 $(ARGS)
+
+# What needs the longest to compile, and is like what `make test` runs.
+test-slow: $(ready)
+	$(MAKE) --no-print-directory test ARGS='-m slow $(ARGS)'
 
 # All four, whatever each finds.
 check: $(tools)

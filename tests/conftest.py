@@ -1,11 +1,22 @@
 """What tests of several files ask for."""
 
+import os
 from collections.abc import Iterator
 
 import jax
 import pytest
 from checks import collected
 
+
+# Half of what the tests take is XLA's compiling, which this makes a quarter quicker. Of
+# stock JAX, with which all is compared, as of ours; read when the backend starts.
+os.environ["XLA_FLAGS"] = " ".join(
+    [
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_cpu_prefer_vector_width=128",
+        "--xla_backend_optimization_level=1",
+    ]
+)
 
 # Where a test fails, our own frames are what one wants to see.
 jax.config.update("jax_traceback_filtering", "off")

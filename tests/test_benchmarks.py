@@ -88,6 +88,7 @@ def test_a_training_graph_has_about_the_tasks_asked_for_and_needs_a_budget(tasks
     assert smallest_budget(graph) < total_bytes(graph) / 2
 
 
+@pytest.mark.slow
 def test_calls_side_by_side():
     section = steps.fits(TINIEST, pairs=2)
     assert [figure.target for figure in section.figures] == [1.02, None, 1.02]
@@ -101,6 +102,7 @@ def test_planning():
     assert [len(figure.samples) for figure in figures] == [3, 1, 1]
 
 
+@pytest.mark.slow
 def test_link_runs_every_strategy_or_says_why_not():
     figures = link.link(TINIEST, (0.5, 0.001), rounds=1).figures
     assert all(figure.median > 0 for figure in figures[:-1])
@@ -108,6 +110,7 @@ def test_link_runs_every_strategy_or_says_why_not():
     assert "refused" in str(figures[-1].more["why"])
 
 
+@pytest.mark.slow
 def test_layers():
     def model_of(count: int) -> llama.LlamaConfig:
         return dataclasses.replace(TINIEST, layers=count)
@@ -122,6 +125,7 @@ def test_gpu_probe(name: str):
     assert all(figure.samples for figure in gpu_probes.PROBES[name](scale))
 
 
+@pytest.mark.slow
 def test_a_model_in_a_budget_agrees_with_its_baseline():
     problem = gpu_models.problem("llama", "forward", "tiny", {"layers": 1, "length": 8})
     left: dict[str, Any] = {}

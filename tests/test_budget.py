@@ -126,6 +126,7 @@ def resident_bytes() -> int:
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="needs Linux's /proc")
+@pytest.mark.slow
 def test_a_thousand_calls_leave_nothing_behind():
     weights = jturnip.host(layers(2, width=64))
     x = np.ones((64, 64), np.float32)

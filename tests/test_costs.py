@@ -136,6 +136,7 @@ def test_executables_die_with_the_last_program_that_uses_them(no_executables: No
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="needs Linux's /proc")
+@pytest.mark.slow
 def test_many_shapes_leave_no_more_than_jax_jit():
     """In processes of their own: what else ran would blur how much a heap keeps."""
     program = """

@@ -376,6 +376,7 @@ def llama_loss() -> tuple[Callable[..., Any], list[Any]]:
     return jax.grad(functools.partial(llama.loss, config)), args
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("largest", [0, 20_000])
 def test_groups_of_a_models_gradient_compute_it(largest: int):
     fn, args = llama_loss()

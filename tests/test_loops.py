@@ -431,7 +431,14 @@ def models() -> tuple[Any, Any, np.ndarray]:
     )
 
 
-@pytest.mark.parametrize(("job", "share"), [("forward", 2), ("forward", 4), ("step", 3)])
+@pytest.mark.parametrize(
+    ("job", "share"),
+    [
+        ("forward", 2),
+        pytest.param("forward", 4, marks=pytest.mark.slow),
+        pytest.param("step", 3, marks=pytest.mark.slow),
+    ],
+)
 def test_a_scanned_llama_streams_as_well_as_an_unrolled_one(job, share):
     plain, stacked, tokens = models()
     if job == "forward":
@@ -491,7 +498,13 @@ def test_the_host_holds_one_layer_over_the_weights(monkeypatch):
     assert held <= peak.nbytes <= held + layer
 
 
-@pytest.mark.parametrize("stacked", [True, False], ids=["stacks", "layers"])
+@pytest.mark.parametrize(
+    "stacked",
+    [
+        pytest.param(True, id="stacks"),
+        pytest.param(False, marks=pytest.mark.slow, id="layers"),
+    ],
+)
 def test_a_donated_training_state_is_not_held_twice(stacked, monkeypatch):
     """The host holds the state, what the budget keeps away, and parts on their way."""
     plain, stacks, tokens = models()

@@ -216,6 +216,7 @@ def test_training_changes_every_weight(run: Run):
     assert all(jax.tree.leaves(changed)), changed
 
 
+@pytest.mark.slow
 def test_remat_trains_to_the_same_losses_and_weights(llama_run: Run, pair_run: Run):
     again = three_steps(
         llama, dataclasses.replace(TINY, remat=True), llama_run.before, a_batch()

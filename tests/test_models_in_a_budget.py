@@ -7,6 +7,7 @@ is tested here is what runs when, not how fast.
 
 import dataclasses
 import functools
+import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -45,6 +46,16 @@ WIDE_PAIR = pair.config("tiny", blocks=2, length=4, width=32, hidden=32)
 
 SHARES = ["100%", "50%", "25%", "smallest"]
 JOBS = ["llama forward", "llama step", "pair forward", "pair step"]
+# Of what takes longest to compile, one share is always tried.
+RUNS = [
+    pytest.param(name, share, marks=pytest.mark.slow)
+    if name.endswith("step") and share != "25%"
+    else (name, share)
+    for name, share in itertools.product(JOBS, SHARES)
+]
+SPLIT = [
+    run for run in RUNS if "100%" not in (run if isinstance(run, tuple) else run.values)
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -113,38 +124,34 @@ def ran(name: str, share: str) -> tuple[int, Any, RunReport, jturnip.Plan]:
     return gpu_bytes, result, compiled.last_run, compiled.plan
 
 
-@pytest.mark.parametrize("share", SHARES)
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize(("name", "share"), RUNS)
 def test_results_are_those_of_stock_jit(name: str, share: str):
     # Trees, shapes, dtypes and weak types too; `checks.ULPS` says why not to the bit.
     _, result, _, _ = ran(name, share)
     assert_same(jax.device_put(result, on_device()), stock(name)[0])
 
 
-@pytest.mark.parametrize("share", SHARES)
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize(("name", "share"), RUNS)
 def test_the_peak_is_within_the_budget(name: str, share: str):
     gpu_bytes, _, report, plan = ran(name, share)
     assert 0 < report.peak_bytes <= gpu_bytes
     assert 0 < plan.peak_bytes <= gpu_bytes
 
 
-@pytest.mark.parametrize("share", SHARES)
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize(("name", "share"), RUNS)
 def test_the_plan_verifies(name: str, share: str):
     _, _, _, plan = ran(name, share)
     verify(plan.taskgraph, plan.memgraph)
     assert plan.strategy == "whole" or peak_bytes(plan.memgraph) == plan.peak_bytes
 
 
-@pytest.mark.parametrize("name", JOBS)
-def test_what_stock_jit_needs_is_enough_to_run_whole(name: str):
-    _, _, report, plan = ran(name, "100%")
+@pytest.mark.parametrize(("name", "share"), [run for run in RUNS if run not in SPLIT])
+def test_what_stock_jit_needs_is_enough_to_run_whole(name: str, share: str):
+    _, _, report, plan = ran(name, share)
     assert (plan.strategy, report.strategy) == ("whole", "whole")
 
 
-@pytest.mark.parametrize("share", SHARES[1:])
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize(("name", "share"), SPLIT)
 def test_what_is_told_of_a_run_is_what_was_planned(name: str, share: str):
     _, _, report, plan = ran(name, share)
     assert (report.h2d_bytes, report.d2h_bytes) == (plan.h2d_bytes, plan.d2h_bytes)
@@ -233,9 +240,9 @@ def bits(tree: Any) -> list[bytes]:
     ("name", "share", "orders"),
     [
         ("llama forward", "smallest", 140),
-        ("llama step", "25%", 60),
+        pytest.param("llama step", "25%", 60, marks=pytest.mark.slow),
         ("pair forward", "smallest", 140),
-        ("pair step", "25%", 60),
+        pytest.param("pair step", "25%", 60, marks=pytest.mark.slow),
     ],
 )
 def test_every_sampled_order_gives_the_same_bits(
@@ -257,7 +264,9 @@ def test_every_sampled_order_gives_the_same_bits(
     assert len(seen) > 0.9 * orders
 
 
-@pytest.mark.parametrize("name", ["llama step", "pair step"])
+@pytest.mark.parametrize(
+    "name", ["llama step", pytest.param("pair step", marks=pytest.mark.slow)]
+)
 def test_jitter_on_the_link_changes_no_bit(name: str):
     # At these rates a transfer takes about as long as a task.
     gpu_bytes, orders, results = budget(name, "25%"), set(), []

@@ -54,7 +54,7 @@ def parts(field_width: int) -> tuple[Any, Any]:
     "field_width",
     [
         64,
-        640,
+        pytest.param(640, marks=pytest.mark.slow),
     ],
 )
 def test_solve(field_width: int):
@@ -66,6 +66,7 @@ def test_solve(field_width: int):
     assert_half_is_enough(forward, filled(arrays), POINTS)
 
 
+@pytest.mark.slow
 def test_step():
     arrays, static = parts(field_width=64)
     optimizer = optax.adabelief(1e-3)

@@ -99,6 +99,7 @@ def test_mixture_of_experts_forward():
     assert_half_is_enough(forward, filled(arrays), TOKENS)
 
 
+@pytest.mark.slow
 def test_mixture_of_experts_step():
     arrays, static = abstract_parts()
     optimizer = optax.adamw(1e-3)

@@ -133,6 +133,7 @@ def test_scanned_layers_forward():
     assert_half_is_enough(model.apply, filled(variables), TOKENS)
 
 
+@pytest.mark.slow
 def test_scanned_and_rematerialised_layers_step():
     model = Transformer(train=True)
 

@@ -89,6 +89,7 @@ def assert_half_is_enough_to_train(init: Callable[[], tuple[Any, Any]]) -> None:
     assert_half_is_enough(step, filled(state), TOKENS, donated=(0,))
 
 
+@pytest.mark.slow
 def test_transformer_step():
     def init() -> tuple[Any, Any]:
         model = Transformer(nnx.Rngs(0))
@@ -157,6 +158,7 @@ def test_gru_forward():
     assert_half_is_enough(forward, filled(params), filled(rest), TOKENS)
 
 
+@pytest.mark.slow
 def test_gru_step():
     def init() -> tuple[Any, Any]:
         model = Recurrent(nnx.Rngs(0))
@@ -199,6 +201,7 @@ def test_autoencoder_samples():
     assert_half_is_enough(reconstruct, filled(state), IMAGES, jax.random.key(3))
 
 
+@pytest.mark.slow
 def test_autoencoder_step():
     def init() -> tuple[Any, Any]:
         model = Autoencoder(nnx.Rngs(0))

@@ -49,6 +49,7 @@ def test_residual_forward():
     assert_half_is_enough(forward, *filled(init), IMAGES)
 
 
+@pytest.mark.slow
 def test_residual_step():
     net = hk.without_apply_rng(hk.transform_with_state(residual))
     optimizer = optax.sgd(0.1, momentum=0.9)
@@ -91,6 +92,7 @@ def test_lstm_forward():
     assert_half_is_enough(net.apply, filled(params), TOKENS)
 
 
+@pytest.mark.slow
 def test_lstm_step():
     net = hk.without_apply_rng(hk.transform(recurrent))
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))

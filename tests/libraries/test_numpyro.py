@@ -32,6 +32,7 @@ def network(inputs: jax.Array, targets: jax.Array | None = None, layers: int = 3
         numpyro.sample("observed", distributions.Normal(x.sum(1), noise), obs=targets)
 
 
+@pytest.mark.slow
 def test_variational_update():
     guide = autoguide.AutoNormal(network)
     optimizer = numpyro.optim.Momentum(1e-3, 0.9)
@@ -53,6 +54,7 @@ def test_predictions():
     assert_half_is_enough(predict, samples, jax.random.key(0), INPUTS)
 
 
+@pytest.mark.slow
 def test_draw_of_nuts():
     kernel = infer.NUTS(network, max_tree_depth=3, step_size=0.01)
 

@@ -1,6 +1,7 @@
 """Users' models under JAX's transformations, in half of what the whole needs."""
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -81,8 +82,17 @@ WAYS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("model", MODELS)
+# What takes longest to compile.
+LONG = [("flax", "hessian"), *itertools.product(("llama", "pair"), WAYS)]
+
+
+@pytest.mark.parametrize(
+    ("model", "way"),
+    [
+        pytest.param(*each, marks=pytest.mark.slow) if each in LONG else each
+        for each in itertools.product(MODELS, WAYS)
+    ],
+)
 def test_half_is_enough(model: str, way: str):
     of_model = SMALLER[model, way] if (model, way) in SMALLER else MODELS[model]
     of_weights, weights = of_model()

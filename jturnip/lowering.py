@@ -300,6 +300,18 @@ def unread(flat: FlatJaxpr) -> frozenset[int]:
     return frozenset(flat.inputs) - used
 
 
+def hosted(flat: FlatJaxpr, arguments: Arguments) -> frozenset[int]:
+    """Values of arguments, closed-over arrays and their rows that are in host memory."""
+    given = zip(flat.inputs, arguments.whose, strict=True)
+    return frozenset(
+        [
+            *(v for v, w in given if w.on_host),
+            *(v for v, array in flat.constants if constant_whose(array).on_host),
+            *(s.value for s in flat.slices),
+        ]
+    )
+
+
 def constants_on_device(flat: FlatJaxpr) -> dict[int, int]:
     """Closed-over arrays that are on the device: id → bytes."""
     return {

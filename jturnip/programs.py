@@ -18,6 +18,7 @@ from jturnip.compiler.executables import Trials
 from jturnip.compiler.report import CompileReport
 from jturnip.errors import DoesNotFit, HostMemoryError
 from jturnip.frontend import tables
+from jturnip.frontend.blocks import cut_along_axes
 from jturnip.frontend.jaxpr import Condition, argument_avals, flatten
 from jturnip.frontend.loops import SMALL
 from jturnip.frontend.values import Equation, FlatJaxpr, Parts, values_of
@@ -56,6 +57,8 @@ class How:
     finest: bool = False
     # Whether it is for the body of a loop, run many times with the same constants.
     repeated: bool = False
+    # Whether arrays in host memory and loops are cut along rows first.
+    streams: bool = True
     # Which attempts are made (`lowering.streaming`): those inside a loop are its own.
     attempts: tuple[int, ...] = tuple(range(lowering.ATTEMPTS))
     # What was made before, of the same in the same room; and all that was compiled.
@@ -302,18 +305,25 @@ def _made(
     avals = argument_avals(closed, condition)
     refusal: DoesNotFit | None = None
     for attempt in how.attempts:
-        streaming = lowering.streaming(avals, arguments, budget, attempt)
+        streaming = None
+        if how.streams:
+            streaming = lowering.streaming(avals, arguments, budget, attempt)
         flat = flatten(closed, forwarded, streaming, condition)
+        has_loops = any(e.name in ("scan", "while", "cond") for e in flat.equations)
+        # What streaming has cut along rows is to be cut along any axis instead.
+        uncut = flat
+        if streaming is not None and not has_loops:
+            uncut = flatten(closed, forwarded, None, condition)
+        make = functools.partial(_of_flat, flat, uncut, arguments, budget, how, attempt)
         try:
-            made = _of_flat(flat, arguments, budget, how, attempt, to_host)
+            made = make(to_host)
             if _may_be_called_again(made, budget, how.returned):
                 return made
-            everything = to_host.union(*how.returned.groups)
-            return _of_flat(flat, arguments, budget, how, attempt, everything)
+            return make(to_host.union(*how.returned.groups))
         except DoesNotFit as error:
             if refusal is None or error.needed_bytes < refusal.needed_bytes:
                 refusal = error
-            if not any(e.name in ("scan", "while", "cond") for e in flat.equations):
+            if not has_loops or streaming is None:
                 break
     assert refusal is not None
     return refusal.with_traceback(None)
@@ -321,6 +331,7 @@ def _made(
 
 def _of_flat(
     flat: FlatJaxpr,
+    uncut: FlatJaxpr,
     arguments: Arguments,
     budget: Budget,
     how: How,
@@ -330,7 +341,7 @@ def _of_flat(
     if any(e.driven for e in flat.equations):
         inner = dataclasses.replace(how, repeated=False, attempts=(attempt,))
         return _chain(flat, arguments, budget, inner, to_host)
-    return _straight(flat, arguments, budget, how, to_host)
+    return _straight(flat, uncut, arguments, budget, how, to_host)
 
 
 def _may_be_called_again(
@@ -405,6 +416,31 @@ def remeasured(program: Program, gpu_bytes: int, how: How) -> Program | None:
 
 
 def _straight(
+    flat: FlatJaxpr,
+    uncut: FlatJaxpr,
+    arguments: Arguments,
+    budget: Budget,
+    how: How,
+    to_host: Collection[int],
+) -> Straight:
+    """One plan for all tasks; where they do not fit, large stretches are put in blocks."""
+    try:
+        return _of_tasks(flat, arguments, budget, how, to_host)
+    except DoesNotFit as error:
+        refusal = error.with_traceback(None)
+    if how.finest:
+        raise refusal
+    arena = budget.arena(arguments.device)
+    for blocked in cut_along_axes(uncut, lowering.hosted(uncut, arguments), arena):
+        try:
+            return _of_tasks(blocked, arguments, budget, how, to_host)
+        except DoesNotFit as error:
+            if error.needed_bytes < refusal.needed_bytes:
+                refusal = error.with_traceback(None)
+    raise refusal
+
+
+def _of_tasks(
     flat: FlatJaxpr,
     arguments: Arguments,
     budget: Budget,
@@ -536,7 +572,7 @@ def _chain_beside(
             made = _driven(piece.work, mine, arguments, left, how)
         else:
             own = _arguments(arguments, mine.values())
-            made = _straight(piece.work, own, left, how, away)
+            made = _straight(piece.work, piece.work, own, left, how, away)
         for v, on_host in zip(piece.writes, made.ends_on_host, strict=True):
             nbytes = flat.types[v].nbytes
             held[v] = _Held(on_host, True, nbytes, f"a result of {_name(piece)}")

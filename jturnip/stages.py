@@ -454,8 +454,19 @@ class Lowered:
             if refusal is None:
                 break
             least = max(least + 1, refusal.needed_bytes)
-        while self._refused_in(less := least - 3 * least // 100, kept) is None:
-            least = less
+        # Down by ever larger steps, then from what is refused up to that, by halves.
+        step = 0.03
+        while True:
+            refused = int(least * (1 - step))
+            if self._refused_in(refused, kept) is not None:
+                break
+            least, step = refused, min(2 * step, 0.5)
+        while refused < int(least * 0.97):
+            middle = max(refused + 1, min(int((refused * least) ** 0.5), int(least * 0.97)))
+            if self._refused_in(middle, kept) is None:
+                least = middle
+            else:
+                refused = middle
         return least
 
     def _refused_in(self, gpu_bytes: int, kept: list[Any]) -> DoesNotFit | None:
@@ -566,21 +577,23 @@ class Lowered:
             to_host=self._wanted.places(on_host=True),
         )
         make = lambda nbytes: made(_on_host_all(self._given), Budget(nbytes), how)
-        hopeless = self._hopeless()
-        if hopeless is not None:
-            raise smallest_refusal(make, hopeless)
+        without_rows = self._without_rows()
+        if without_rows is not None:
+            how_here = dataclasses.replace(how, streams=False)
+        else:
+            how_here = how
         try:
-            return made(self._given, Budget(self.gpu_bytes), how)
+            return made(self._given, Budget(self.gpu_bytes), how_here)
         except DoesNotFit:
             self._given = _on_host_all(self._given)
         try:
-            return make(self.gpu_bytes)
+            return made(self._given, Budget(self.gpu_bytes), how_here)
         except DoesNotFit as refusal:
-            raise smallest_refusal(make, refusal) from None
+            raise smallest_refusal(make, without_rows or refusal) from None
 
-    def _hopeless(self) -> DoesNotFit | None:
-        """The refusal of a budget that surely is too small, before anything is cut for it:
-        into pieces so small, that would take long."""
+    def _without_rows(self) -> DoesNotFit | None:
+        """The refusal of a budget that is surely too small to cut arrays by their rows
+        only: into pieces so small, that would take long."""
         least = lowering.read_whole_bytes(self._traced.jaxpr)
         needed = placement.gpu_bytes_for(padded(least), self._arguments.device)
         if self.gpu_bytes >= needed:

@@ -1,12 +1,22 @@
-"""Functions whose intermediates are much larger than their arguments and results."""
+"""Functions whose intermediates are much larger than their arguments and results.
 
+    python tests/large_intermediates.py
+
+runs each in less than XLA's peak and writes docs/large-intermediates.md.
+"""
+
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from checks import assert_same, whole_bytes
+
+import jturnip
 
 
 @dataclass(frozen=True)
@@ -18,6 +28,19 @@ class Case:
 
 
 CASES: dict[str, Case] = {}
+SHARES = (2, 4, 8)
+PAGE = Path(__file__).parents[1] / "docs" / "large-intermediates.md"
+
+
+def pair(case: Case, args: Any, gpu_bytes: int) -> Any:
+    """What a function gives in a budget, or how it is refused."""
+    fn = jturnip.jit(case.fn, gpu_bytes)
+    try:
+        found = jax.block_until_ready(fn(*args))
+    except jturnip.DoesNotFit as refusal:
+        return refusal
+    assert fn.last_run.peak_bytes <= gpu_bytes
+    return found
 
 
 def case(*shapes: tuple[int, ...] | Callable[[np.random.Generator], Any]) -> Any:
@@ -85,7 +108,7 @@ def a_kernel_times_a_vector(x: Any, y: Any, v: Any) -> Any:
     return jnp.exp(-distances(x, y)) @ v
 
 
-@case((512, 3), (512, 3), (512, 8))
+@case((2048, 3), (2048, 3), (2048, 32))
 def a_kernel_times_a_matrix(x: Any, y: Any, v: Any) -> Any:
     return jnp.exp(-distances(x, y)) @ v
 
@@ -95,7 +118,7 @@ def nearest_neighbours(x: Any, y: Any) -> Any:
     return jax.lax.top_k(-distances(x, y), 5)
 
 
-@case((128, 3), (128,))
+@case((256, 3), (256,))
 def a_gaussian_process(x: Any, y: Any) -> Any:
     kernel = jnp.exp(-distances(x, x)) + 0.5 * jnp.eye(x.shape[0])
     lower = jnp.linalg.cholesky(kernel)
@@ -121,14 +144,14 @@ def a_histogram_by_one_hot(x: Any) -> Any:
     return jnp.sum(jax.nn.one_hot(x, 512), axis=0)
 
 
-@case((64, 32), (32, 32), (32, 32))
+@case((256, 64), (64, 64), (64, 64))
 def gradients_per_example(x: Any, a: Any, b: Any) -> Any:
     loss = lambda a, b, x: jnp.sum(jnp.tanh(jnp.tanh(x @ a) @ b))
     each = jax.vmap(jax.grad(loss, argnums=(0, 1)), (None, None, 0))(a, b, x)
     return jax.tree.map(lambda g: jnp.sqrt(jnp.sum(jnp.square(g), axis=(1, 2))), each)
 
 
-@case((256,), (256,), (256,))
+@case((4096,), (4096,), (4096,))
 def outer_products(a: Any, b: Any, c: Any) -> Any:
     return jnp.einsum("i,j,k->", jnp.sin(a), jnp.cos(b), c), jnp.tanh(
         a[:, None] * b[None] + c[:, None]
@@ -164,3 +187,201 @@ def filtered_by_ffts(x: Any) -> Any:
 @case((64, 1024))
 def sorted_along_the_long_axis(x: Any) -> Any:
     return jnp.sum(jnp.sort(x, axis=1) * jnp.arange(x.shape[1]), axis=1)
+
+
+# -- longer functions, and shapes that nothing divides -----------------------------------
+
+
+@case((2, 251, 16), (2, 127, 16), (2, 127, 16))
+def cross_attention_with_a_softcap(q: Any, k: Any, v: Any) -> Any:
+    scores = jnp.einsum("hqd,hkd->hqk", q, k)
+    return jax.nn.softmax(20 * jnp.tanh(scores / 20)) @ v
+
+
+@case((1, 4, 191, 16), (1, 4, 191, 16), (1, 4, 191, 16), integers(50, 191))
+def attention_masked_by_positions(q: Any, k: Any, v: Any, positions: Any) -> Any:
+    scores = jnp.einsum("bhqd,bhkd->bhqk", q, k)
+    near = jnp.abs(positions[:, None] - positions[None]) < 20
+    weights = jax.nn.softmax(jnp.where(near, scores, -1e9))
+    return jnp.einsum("bhqk,bhkd->bhqd", weights, v)
+
+
+def _normed(x: Any) -> Any:
+    x = x - jnp.mean(x, axis=-1, keepdims=True)
+    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
+
+
+_BLOCK = ((512, 32), (32, 96), (32, 32), (32, 128), (128, 32))
+
+
+@case(*_BLOCK)
+def a_transformer_block(x: Any, qkv: Any, out: Any, up: Any, down: Any) -> Any:
+    q, k, v = jnp.moveaxis((_normed(x) @ qkv).reshape(-1, 3, 2, 16), 0, 2)
+    weights = jax.nn.softmax(jnp.einsum("hqd,hkd->hqk", q, k) / 4)
+    mixed = jnp.einsum("hqk,hkd->qhd", weights, v).reshape(-1, 32)
+    x = x + mixed @ out
+    return x + jax.nn.gelu(_normed(x) @ up) @ down
+
+
+@case(*_BLOCK)
+def gradients_of_a_transformer_block(*args: Any) -> Any:
+    loss = lambda *args: jnp.sum(jnp.square(a_transformer_block(*args)))
+    return jax.grad(loss, argnums=(0, 1, 2, 3, 4))(*args)
+
+
+@case((8, 16, 16, 3), (3, 3, 3, 16), (3, 3, 16, 16), (3, 3, 32, 3))
+def gradients_of_a_small_unet(x: Any, a: Any, b: Any, c: Any) -> Any:
+    numbers = ("NHWC", "HWIO", "NHWC")
+
+    def conv(x: Any, w: Any) -> Any:
+        return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers)
+
+    def loss(weights: Any) -> Any:
+        a, b, c = weights
+        top = jax.nn.relu(conv(x, a))
+        halved = top.reshape(8, 8, 2, 8, 2, 16).mean((2, 4))
+        low = jax.nn.relu(conv(halved, b))
+        again = jnp.repeat(jnp.repeat(low, 2, axis=1), 2, axis=2)
+        return jnp.sum(jnp.square(conv(jnp.concatenate([top, again], -1), c) - x))
+
+    return jax.grad(loss)((a, b, c))
+
+
+@case((3, 65537))
+def normalised_over_the_long_axis(x: Any) -> Any:
+    return jnp.sum(jnp.exp(_normed(x)) / (1 + jnp.square(x)), axis=1)
+
+
+@case((64, 128), (128, 512), (512, 128))
+def a_wide_layer(x: Any, up: Any, down: Any) -> Any:
+    return jnp.tanh(jax.nn.silu(x @ up) @ down)
+
+
+@case((512, 512), (512, 512))
+def a_product_of_matrices(a: Any, b: Any) -> Any:
+    return a @ b
+
+
+@case((512, 512), (512, 512), (512, 512))
+def a_chain_of_products(a: Any, b: Any, c: Any) -> Any:
+    return jnp.tanh(a @ b) @ c
+
+
+@case((48, 24, 24, 8))
+def triangles_of_a_pair_representation(pair: Any) -> Any:
+    return jnp.einsum("bikc,bjkc->bijc", jax.nn.sigmoid(pair), jnp.tanh(pair))
+
+
+@case((1024, 16), (1024,))
+def kernel_ridge_by_conjugate_gradients(x: Any, y: Any) -> Any:
+    kernel = lambda v: jnp.exp(-distances(x, x)) @ v + v
+    a = r = y - kernel(y)
+    for _ in range(2):
+        step = (r @ r) / (a @ kernel(a))
+        new = r - step * kernel(a)
+        a, r = new + (new @ new) / (r @ r) * a, new
+    return r
+
+
+@case((4096,), integers(64, 4096))
+def segments_by_one_hot(values: Any, groups: Any) -> Any:
+    member = jax.nn.one_hot(groups, 64)
+    return jnp.tanh(member * values[:, None]).sum(0) / (1 + member.sum(0))
+
+
+@case((64, 33), (500, 33), integers(500, 64))
+def cross_entropy_by_take_along_axis(x: Any, table: Any, labels: Any) -> Any:
+    logits = x @ table.T
+    taken = jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], axis=1)
+    return -taken.mean()
+
+
+@case((4, 4096), (4, 4096))
+def correlations_by_ffts(x: Any, y: Any) -> Any:
+    return jnp.real(jnp.fft.ifft(jnp.fft.fft(x) * jnp.conj(jnp.fft.fft(y))))
+
+
+@case((2000, 12))
+def pairs_closer_than_a_radius(x: Any) -> Any:
+    near = distances(x, x) < 1.5
+    return jnp.sum(near, axis=1) - 1
+
+
+@case((256, 64), (256, 64))
+def a_contrastive_loss(x: Any, y: Any) -> Any:
+    scores = (x / jnp.linalg.norm(x, axis=1, keepdims=True)) @ y.T * 5
+    own = jnp.diagonal(scores)
+    return jnp.mean(jax.nn.logsumexp(scores, axis=1) - own)
+
+
+@case((96, 96), (96, 96), (96, 96))
+def an_einsum_of_three(a: Any, b: Any, c: Any) -> Any:
+    each = jnp.sin(a[:, :, None] + b[None]) * c[:, None]
+    return jnp.max(each, axis=1), jnp.sum(each)
+
+
+# -- the page --------------------------------------------------------------------------
+
+# Why some are refused where they are.
+_ROWS = "an array in host memory is read along another axis than its first"
+_WHOLE = "a Cholesky factor needs its matrix whole"
+_SUM = "the gradient of the weights, and what one block adds to it, are too large"
+_LOOPS = "what is reduced along its only long axis is read again: not over several tasks"
+_MANY = "two axes at once make too many tasks"
+_DIAGONAL = "a diagonal is read from products that cannot be cut with it"
+_WHY = {
+    "attention with a bias": _ROWS,
+    "cross attention with a softcap": _ROWS,
+    "cross entropy over a vocabulary": _ROWS,
+    "cross entropy by take along axis": _DIAGONAL.replace("a diagonal", "one per row"),
+    "a gaussian process": _WHOLE,
+    "gradients of cross entropy": _SUM,
+    "gradients of a transformer block": _SUM,
+    "normalised over the long axis": _LOOPS,
+    "a kernel times a matrix": _MANY,
+    "a chain of products": _MANY,
+    "outer products": _MANY,
+    "a contrastive loss": _DIAGONAL,
+}
+
+
+def main() -> None:
+    rows, ran, refused_at_peak, above_peak = [], 0, 0, 0
+    for name, case in CASES.items():
+        args = case.make()
+        compiled = jax.jit(case.fn).lower(*args).compile()
+        peak, expected = whole_bytes(compiled), compiled(*args)
+        ends = sum(a.nbytes for a in jax.tree.leaves((args, expected)))
+        hosted = jturnip.host(args)
+        refused_at_peak += isinstance(pair(case, hosted, peak), jturnip.DoesNotFit)
+        cells = []
+        for share in SHARES:
+            found = pair(case, hosted, peak // share)
+            if isinstance(found, jturnip.DoesNotFit):
+                above_peak += found.needed_bytes > peak
+                cells.append(f"asks for {found.needed_bytes / peak:.2f}")
+            else:
+                assert_same(found, expected, ulps=64)
+                ran += 1
+                cells.append("runs")
+        why = _WHY.get(name, "") if any(cell != "runs" for cell in cells) else ""
+        assert why or all(cell == "runs" for cell in cells), f"{name}: say why"
+        rows.append(f"| {name} | {ends / peak:.2f} | {' | '.join(cells)} | {why} |")
+    pairs = len(SHARES) * len(CASES)
+    PAGE.write_text(
+        "# Functions with large intermediates\n\n"
+        "Written by `python tests/large_intermediates.py`"
+        f" (jax {jax.__version__}, CPU backend). Arguments lie in host memory; shares are"
+        " of the peak of XLA's own analysis.\n\n"
+        f"- Refused at XLA's peak: {refused_at_peak} of {len(CASES)}.\n"
+        f"- Refusals that ask for more than XLA's peak: {above_peak}.\n"
+        f"- Pairs of function and budget that run: {ran} of {pairs}"
+        f" ({100 * ran / pairs:.0f}%), all with the answer of `jax.jit`.\n\n"
+        "| function | arguments and results | in 1/2 | in 1/4 | in 1/8 | why not |\n"
+        "| --- | --- | --- | --- | --- | --- |\n" + "\n".join(rows) + "\n",
+        encoding="utf-8",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -354,7 +354,10 @@ def check(program: RandomProgram, calls: int = 3) -> str:
         assert watch.peak_bytes <= gpu_bytes, f"{where}: {watch.peak_bytes} alive"
         assert watch.peak_bytes <= reported, f"{where}: {watch.peak_bytes} > {reported}"
         assert reported <= gpu_bytes, f"{where}: peak_bytes is {reported}"
-        assert_same((state, found), (expected, value), _ULPS)
+        assert_same(state, expected, _ULPS)
+        # A mean is as exact as what it is of, which may cancel out.
+        largest = jnp.abs(jnp.tanh(jax.device_put(expected["x"], on_device()))).max()
+        assert_same(jnp.stack([found, largest]), jnp.stack([value, largest]), _ULPS)
     strategy = f.last_run.strategy
     kind = strategy if strategy in ("whole", "driven") else "split"
     return f"{refusal}, then {kind}" if refusal else kind

@@ -5,12 +5,29 @@ from typing import Any
 import jax
 import pytest
 from checks import assert_same, whole_bytes
-from large_intermediates import CASES, Case
+from large_intermediates import CASES, Case, pair
 
 import jturnip
 
 
-@pytest.fixture(scope="module", params=CASES)
+# What is tried in every run; the others are quick enough only all together.
+QUICK = (
+    "attention masked by positions",
+    "a kernel times a vector",
+    "nearest neighbours",
+    "cross entropy over a vocabulary",
+    "a stack of convolutions",
+    "a product of matrices",
+)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
+        for name in CASES
+    ],
+)
 def case(request: pytest.FixtureRequest) -> Case:
     return CASES[request.param]
 
@@ -32,16 +49,18 @@ def test_it_runs_in_what_xla_needs(case: Case, stock: tuple[Any, int]):
     assert fn.last_run.peak_bytes <= peak
 
 
-def test_a_refusal_asks_for_no_more_than_xla_needs(case: Case, stock: tuple[Any, int]):
+@pytest.mark.parametrize("share", [2, 4, 8])
+def test_it_is_right_in_less_or_refused(case: Case, stock: tuple[Any, int], share: int):
+    """A refusal asks for no more than XLA needs, and for what is enough."""
     expected, peak = stock
     args = jturnip.host(case.make())
-    for share in (2, 8):
-        found = tried(case, args, peak // share)
-        if isinstance(found, jturnip.DoesNotFit):
-            assert found.needed_bytes <= peak
-            assert f"at least {found.needed_bytes}" in str(found)
-            found = jturnip.jit(case.fn, found.needed_bytes)(*args)
-        assert_same(found, expected)
+    found = pair(case, args, peak // share)
+    if isinstance(found, jturnip.DoesNotFit):
+        assert found.needed_bytes <= peak
+        assert f"at least {found.needed_bytes}" in str(found)
+        found = jturnip.jit(case.fn, found.needed_bytes)(*args)
+    # Sums in another order, of up to thousands of numbers.
+    assert_same(found, expected, ulps=64)
 
 
 def test_the_minimum_is_one(case: Case, stock: tuple[Any, int]):
@@ -51,17 +70,9 @@ def test_the_minimum_is_one(case: Case, stock: tuple[Any, int]):
     least = jturnip.jit(case.fn).lower(*args).minimum_gpu_bytes
     assert least <= peak
     fn = jturnip.jit(case.fn, least)
-    assert_same(fn(*args), expected)
+    assert_same(fn(*args), expected, ulps=64)
     assert fn.last_run is not None
     assert fn.last_run.peak_bytes <= least
     with pytest.raises(jturnip.DoesNotFit) as refusal:
         _ = jturnip.jit(case.fn, least - 3 * least // 100).lower(*args).plan
     assert refusal.value.needed_bytes <= peak
-
-
-def tried(case: Case, args: Any, gpu_bytes: int) -> Any:
-    """The result, or the refusal."""
-    try:
-        return jturnip.jit(case.fn, gpu_bytes)(*args)
-    except jturnip.DoesNotFit as refusal:
-        return refusal

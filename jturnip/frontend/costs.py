@@ -30,7 +30,8 @@ HEAVY = frozenset(
     " custom_linear_solve gather scatter scatter-add scatter-mul scatter-min scatter-max"
     " reduce_window reduce_window_sum reduce_window_max select_and_scatter"
     " select_and_scatter_add cumsum cumprod cummax cummin cumlogsumexp pallas_call ffi_call"
-    " shard_map pure_callback random_bits threefry2x32 triangular_solve custom_call".split()
+    " shard_map pure_callback random_bits threefry2x32 triangular_solve custom_call jit"
+    " pjit".split()
 )
 
 
@@ -45,7 +46,7 @@ def flops(eqn: Any) -> float:
         kernel = eqn.invars[1].aval.shape
         numbers = eqn.params["dimension_numbers"]
         return 2.0 * written * math.prod(kernel) / max(1, kernel[numbers.rhs_spec[0]])
-    inner = sum(sum(map(flops, body.eqns)) for body in _nested(eqn))
+    inner = sum(sum(map(flops, body.eqns)) for body in nested(eqn))
     inner *= eqn.params.get("length", 1) if eqn.primitive.name == "scan" else 1
     return inner + written + sum(_size(v) for v in eqn.invars)
 
@@ -54,7 +55,7 @@ def _size(variable: Any) -> int:
     return math.prod(getattr(variable.aval, "shape", ()))
 
 
-def _nested(eqn: Any) -> Iterator[Any]:
+def nested(eqn: Any) -> Iterator[Any]:
     for name in ("jaxpr", "call_jaxpr", "cond_jaxpr", "body_jaxpr", "branches"):
         param = eqn.params.get(name)
         for closed in param if isinstance(param, tuple) else (param,):
@@ -66,12 +67,12 @@ def _nested(eqn: Any) -> Iterator[Any]:
 def equation_count(closed: Any) -> int:
     """Equations of a jaxpr and of all that it calls."""
     eqns = getattr(closed, "jaxpr", closed).eqns
-    return sum(1 + sum(map(equation_count, _nested(e))) for e in eqns)
+    return sum(1 + sum(map(equation_count, nested(e))) for e in eqns)
 
 
 def inner_bytes(eqn: Any) -> int:
     """Temporary bytes of the largest jaxpr that an equation calls."""
-    return max(map(temporary_bytes, _nested(eqn)), default=0)
+    return max(map(temporary_bytes, nested(eqn)), default=0)
 
 
 def temporary_bytes(closed: Any) -> int:
@@ -88,7 +89,7 @@ def temporary_bytes(closed: Any) -> int:
         variables = [v for v in eqn.invars if not hasattr(v, "val")]
         last.update((id(v), at) for v in variables)
         written[at] = list(eqn.outvars)
-        if eqn.primitive.name in HEAVY or any(True for _ in _nested(eqn)):
+        if eqn.primitive.name in HEAVY or any(True for _ in nested(eqn)):
             heavy.update(map(id, (*variables, *eqn.outvars)))
     alive = most = 0
     ending: dict[int, int] = {}

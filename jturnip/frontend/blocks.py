@@ -1,0 +1,515 @@
+"""Stretches that do not fit, part by part: over several tasks, and in loops within tasks.
+
+What is between the operands and the results of a stretch is often many times as large as
+both: the scores of an attention, the distances between all pairs. Along an axis on which
+all of its equations work (`stretches.py`), a loop within one task has only one block of
+that at once. Where operands or results do not fit either, each part is made of tasks of its
+own: they read their rows of what lies in host memory, and results are put together there,
+or combined by what the reduction combines with. Which axis, and how many parts, follows
+EinDecomp (arXiv 2410.02682): as few as fit, with little written down.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+from jax import lax
+
+from jturnip.frontend import parts
+from jturnip.frontend.axes import rules
+from jturnip.frontend.stretches import Stretch, Stretches, read_by
+from jturnip.frontend.values import Constant, Equation, FlatJaxpr, Parts, Slice, Type
+from jturnip.units import padded
+
+
+# Values are large from these shares of the budget on, in the order in which they are tried.
+_SHARES = (1.0, 0.5, 0.25, 0.125, 0.0625)
+# Parts are first made as large as is expected to fit, then so many times smaller.
+_FINER = (1, 4)
+# What XLA is expected to hold of a block, in values of the widest equation.
+_AT_ONCE = 2
+_MOST_BLOCKS = 256
+_MOST_TASKS = 256
+_MOST_EQUATIONS = 1500
+# How often what is cut into tasks may be cut again, along another axis.
+_AXES = 3
+# The share of the budget that what one of several tasks reads and writes may take; and what
+# it takes so that the next one's can be on its way meanwhile, where that asks for no more
+# than so many times the tasks.
+_OF_TASK = 0.8
+_WITH_NEXT = 0.4
+_TIMES_AHEAD = 4
+# The share that what is cut along the first of several axes takes.
+_OF_AXIS = 0.4
+# Axes of so many of the largest values are looked at.
+_SEEDS = 3
+
+
+def cut_along_axes(
+    flat: FlatJaxpr, hosted: Collection[int], arena: int
+) -> Iterator[FlatJaxpr]:
+    """The function with its large stretches cut, in some ways that are worth trying.
+
+    Args:
+      flat: a function of which something does not fit.
+      hosted: values of its arguments and closed-over arrays that are in host memory.
+      arena: bytes on the device.
+    """
+    seen: set[Any] = set()
+    known: dict[Any, Any] = {}
+    for finer, share in itertools.product(_FINER, _SHARES):
+        least = max(1, int(arena * share))
+        cut, key = flat, []
+        for _ in range(_AXES):
+            again, how = _cut(cut, hosted, _Room(arena, least, finer), _into_tasks, known)
+            if not how or len(again.equations) > _MOST_EQUATIONS + len(flat.equations):
+                break
+            cut = again
+            key.append(how)
+        cut, how = _cut(cut, hosted, _Room(arena, least, finer), _into_blocks, known)
+        key.append(how)
+        if any(key) and tuple(key) not in seen:
+            seen.add(tuple(key))
+            if _may_fit(cut, arena):
+                yield cut
+
+
+def _may_fit(flat: FlatJaxpr, arena: int) -> bool:
+    """Whether it is worth trying: what each equation reads and writes is not twice as much
+    as there is."""
+    return all(
+        _nbytes(flat, {*read_by(e), *e.outputs}) <= 2 * arena for e in flat.equations
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """What there is, from what size on a value is large, and how much finer than expected
+    to fit parts are made."""
+
+    arena: int
+    least: int
+    finer: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Blocks:
+    """A stretch as one task, in blocks of so many positions."""
+
+    stretch: Stretch
+    size: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Tasks:
+    """A stretch as tasks of so many positions."""
+
+    stretch: Stretch
+    size: int
+    nbytes: int
+    # Of what enters, that of which each task reads only its rows, in host memory.
+    sliced: frozenset[int]
+    # Results whose parts are put together in host memory; a task joins others.
+    left_in_parts: frozenset[int]
+
+
+_Cutting: TypeAlias = _Blocks | _Tasks
+
+
+def _cut(
+    flat: FlatJaxpr,
+    hosted: Collection[int],
+    room: _Room,
+    way: Any,
+    known: dict[Any, Any],
+) -> tuple[FlatJaxpr, tuple[Any, ...]]:
+    """A function cut in one way, and what was cut how; nothing where nothing was."""
+    hosted = {*hosted, *(s.value for s in flat.slices)}
+    stretches = Stretches(flat, rules(flat, known))
+    choice = _Choice(stretches, functools.partial(way, stretches, hosted, room), room)
+    choice.cut(stretches.ruled(), room.least)
+    many = sum(
+        -(-c.stretch.length // c.size) * len(c.stretch.equations)
+        for c in choice.cuttings
+        if isinstance(c, _Tasks)
+    )
+    if not choice.cuttings or many > _MOST_EQUATIONS:
+        return flat, ()
+    how = ((c.stretch.equations, c.stretch.length, c.size) for c in choice.cuttings)
+    return _New(stretches, choice.cuttings).result(), tuple(how)
+
+
+class _Choice:
+    """Chooses what of a function is cut, and how."""
+
+    def __init__(self, stretches: Stretches, way: Any, room: _Room):
+        self._stretches = stretches
+        self._way = way
+        self._room = room
+        self.cuttings: list[_Cutting] = []
+
+    def cut(self, among: Sequence[int], least: int) -> None:
+        """Cuts what reads or writes values larger than `least`; where all that hangs
+        together so cannot be, what hangs together by larger ones."""
+        for members in self._stretches.together(among, least):
+            if not self._cut_together(members) and least < self._room.arena:
+                self.cut(members, 2 * least)
+
+    def _cut_together(self, members: Sequence[int]) -> bool:
+        taken = {i for cutting in self.cuttings for i in cutting.stretch.equations}
+        best: tuple[Any, _Cutting] | None = None
+        for value, dim in self._seeds(members):
+            stretch = self._stretches.along(members, value, dim)
+            if stretch is None or not taken.isdisjoint(stretch.equations):
+                continue
+            found = self._way(stretch)
+            if found is not None:
+                cost = self._cost(members, found, dim)
+                if best is None or cost < best[0]:
+                    best = cost, found
+        if best is not None:
+            self.cuttings.append(best[1])
+        return best is not None
+
+    def _cost(self, members: Sequence[int], cutting: _Cutting, dim: int) -> tuple[Any, ...]:
+        """What is not computed twice is best, then what leaves little uncut, then few
+        tasks that need little, then what is contiguous."""
+        stretch, equations = cutting.stretch, self._stretches.flat.equations
+        left = {v for i in members for v in equations[i].outputs if v not in stretch.dims}
+        uncut = _nbytes(self._stretches.flat, left)
+        many = -(-stretch.length // cutting.size) if isinstance(cutting, _Tasks) else 1
+        hopeful = cutting.nbytes > self._room.arena
+        return stretch.loops, uncut, hopeful, many, cutting.nbytes, dim
+
+    def _seeds(self, members: Sequence[int]) -> list[tuple[int, int]]:
+        """Dimensions of the largest values that some equations read or write."""
+        types, equations = self._stretches.flat.types, self._stretches.flat.equations
+        values = {
+            v for i in members for v in (*equations[i].outputs, *read_by(equations[i]))
+        }
+        shapes: dict[Any, int] = {}
+        for v in sorted(values, key=lambda v: (-types[v].nbytes, v)):
+            shapes.setdefault(types[v].shape, v)
+        return [
+            (v, dim)
+            for v in list(shapes.values())[:_SEEDS]
+            for dim, size in enumerate(types[v].shape)
+            if size > 1
+        ]
+
+
+def _nbytes(flat: FlatJaxpr, values: Collection[int]) -> int:
+    return sum(padded(flat.types[v].nbytes) for v in values)
+
+
+def _held(stretch: Stretch) -> set[int]:
+    """What is there whatever the blocks."""
+    return {*stretch.entering, *stretch.leaving, *stretch.reduced}
+
+
+def _partial_bytes(flat: FlatJaxpr, stretch: Stretch) -> int:
+    """What one block adds to the largest of what is reduced."""
+    return max((_nbytes(flat, [v]) for v in stretch.reduced), default=0)
+
+
+def _into_blocks(
+    stretches: Stretches, hosted: Collection[int], room: _Room, stretch: Stretch
+) -> _Blocks | None:
+    """The fewest blocks that are expected to fit in one task, if any are."""
+    del hosted
+    flat = stretches.flat
+    whole = _nbytes(flat, _held(stretch)) + _partial_bytes(flat, stretch)
+    block = _AT_ONCE * stretch.widest_bytes(flat)
+    free = room.arena - whole
+    if free <= 0 or block * room.finer <= free:
+        return None
+    blocks = min(_MOST_BLOCKS, max(2, room.finer * -(-block // free)))
+    if blocks > stretch.length:
+        return None
+    return _Blocks(stretch, _size(stretch.length, blocks), whole + block // blocks)
+
+
+def _into_tasks(
+    stretches: Stretches, hosted: Collection[int], room: _Room, stretch: Stretch
+) -> _Tasks | None:
+    """The fewest tasks of which each is expected to fit, perhaps in blocks; None where one
+    does, or none are."""
+    flat = stretches.flat
+    block = _AT_ONCE * stretch.widest_bytes(flat)
+    if stretch.loops > 1 or _nbytes(flat, _held(stretch)) + block <= room.arena:
+        return None
+    if _into_blocks(stretches, hosted, room, stretch) is not None:
+        return None
+    sliced = frozenset(
+        v for v in stretch.entering if _may_be_sliced(stretches, hosted, stretch, v)
+    )
+    left = frozenset(v for v in stretch.leaving if _may_be_left(stretches, stretch, v))
+    cut = {v for v in stretch.leaving if v in stretch.dims}
+    rows = sliced | cut
+    whole, in_parts = _nbytes(flat, _held(stretch) - rows), _nbytes(flat, rows)
+    if 2 * _nbytes(flat, cut - left) > room.arena:
+        return None
+    block //= _MOST_BLOCKS
+    most = min(stretch.length, _MOST_TASKS)
+    counts = [n for n in (2**k for k in range(1, 9)) if n <= most]
+    held = {n: whole + in_parts // n for n in counts}
+    fit = [n for n in counts if held[n] + block // n <= room.arena * _OF_TASK]
+    ahead = [n for n in fit if held[n] <= room.arena * _WITH_NEXT]
+    if fit:
+        tasks = ahead[0] if ahead and ahead[0] <= _TIMES_AHEAD * fit[0] else fit[0]
+        return _Tasks(stretch, _size(stretch.length, tasks), held[tasks], sliced, left)
+    # The rest may be cut along another axis: then this one is to leave little.
+    share = room.arena * _OF_AXIS / room.finer
+    little = [n for n in counts if in_parts // n <= share < in_parts]
+    if not little:
+        return None
+    size = _size(stretch.length, little[0])
+    return _Tasks(stretch, size, room.arena + whole, sliced, left)
+
+
+def _may_be_sliced(
+    stretches: Stretches, hosted: Collection[int], stretch: Stretch, v: int
+) -> bool:
+    """Whether tasks can read their rows of what enters, in host memory."""
+    return v in hosted and all(
+        stretch.uses.get((i, position)) == 0
+        for i in stretch.equations
+        for position, read in enumerate(stretches.flat.equations[i].inputs)
+        if not isinstance(read, Constant) and read == v
+    )
+
+
+def _may_be_left(stretches: Stretches, stretch: Stretch, v: int) -> bool:
+    """Whether the parts of a value may be put together in host memory at the end."""
+    readers = stretches.readers.get(v, ())
+    inside = set(stretch.equations).issuperset(readers)
+    return stretch.dims.get(v) == 0 and v in stretches.flat.outputs and inside
+
+
+def _size(length: int, wanted: int) -> int:
+    """The length of so many parts, or of some more that are all of one length."""
+    for count in range(wanted, min(wanted + wanted // 2, length) + 1):
+        if length % count == 0:
+            return length // count
+    return -(-length // wanted)
+
+
+class _New:
+    """The function with other equations in the place of each stretch."""
+
+    def __init__(self, stretches: Stretches, cuttings: Sequence[_Cutting]):
+        self._flat = stretches.flat
+        self._writer = stretches.writer
+        self._cuttings = cuttings
+        self._types = list(self._flat.types)
+        self._outputs = list(self._flat.outputs)
+        self._slices = {s.value: s for s in self._flat.slices}
+        self._equations: list[Equation] = []
+        # Equations made for one part, which others have too.
+        self._known: dict[Any, Any] = {}
+
+    def result(self) -> FlatJaxpr:
+        flat = self._flat
+        ends = {c.stretch.equations[-1]: c for c in self._cuttings}
+        of = {i: last for last, c in ends.items() for i in c.stretch.equations}
+        # What reads a stretch and stands among its equations comes after it.
+        waiting = [i for i in range(len(flat.equations)) if of.get(i, i) == i]
+        done: set[int] = set()
+        while waiting:
+            later = []
+            for i in waiting:
+                read = ends[i].stretch.entering if i in ends else read_by(flat.equations[i])
+                if any(v in self._writer and self._writer[v] not in done for v in read):
+                    later.append(i)
+                    continue
+                self._add(i, ends.get(i))
+                done.update(ends[i].stretch.equations if i in ends else (i,))
+            assert len(later) < len(waiting), "stretches that wait for one another"
+            waiting = later
+        used = {v for e in self._equations for v in read_by(e)}
+        return dataclasses.replace(
+            flat,
+            types=tuple(self._types),
+            equations=tuple(self._equations),
+            outputs=tuple(self._outputs),
+            slices=tuple(s for s in self._slices.values() if s.value in used),
+        )
+
+    def _add(self, i: int, cutting: _Cutting | None) -> None:
+        if cutting is None:
+            self._equations.append(self._flat.equations[i])
+        elif isinstance(cutting, _Tasks):
+            self._in_tasks(cutting)
+        else:
+            self._in_blocks(cutting)
+
+    def _in_blocks(self, cutting: _Blocks) -> None:
+        stretch = cutting.stretch
+        key = self._key(stretch, cutting.size)
+        if key not in self._known:
+            self._known[key] = parts.in_blocks(self._flat, stretch, cutting.size)
+        calls = _calls(parts.lead_equation(self._flat, stretch))
+        self._equations.append(
+            Equation(self._known[key], stretch.entering, stretch.leaving, calls, ours=True)
+        )
+
+    def _key(self, stretch: Stretch, size: int) -> Any:
+        """The same for stretches that are the same but for the numbers of their values."""
+        numbers: dict[int, int] = {}
+        equations = []
+        for i in stretch.equations:
+            e = self._flat.equations[i]
+            read = tuple(
+                ("constant", np.asarray(v.value).tobytes(), v.type)
+                if isinstance(v, Constant)
+                else (numbers.setdefault(v, len(numbers)), self._flat.types[v])
+                for v in e.inputs
+            )
+            written = tuple(numbers.setdefault(v, len(numbers)) for v in e.outputs)
+            equations.append((id(e.origin), read, written, i in stretch.working))
+        dims = tuple(sorted((numbers[v], dim) for v, dim in stretch.dims.items()))
+        entering = tuple(numbers[v] for v in stretch.entering)
+        leaving = tuple(numbers[v] for v in stretch.leaving)
+        return tuple(equations), dims, entering, leaving, size
+
+    # -- tasks -------------------------------------------------------------------------
+
+    def _value(self, t: Type) -> int:
+        self._types.append(t)
+        return len(self._types) - 1
+
+    def _in_tasks(self, cutting: _Tasks) -> None:
+        stretch = cutting.stretch
+        pieces: dict[int, list[int]] = {v: [] for v in stretch.leaving}
+        for low in range(0, stretch.length, cutting.size):
+            part = self._part(cutting, low)
+            last = low + cutting.size >= stretch.length
+            for v, sofar in pieces.items():
+                if v in stretch.dims or not sofar:
+                    sofar.append(part[v])
+                else:  # partial results are combined as they come
+                    sofar[:] = [self._combined(stretch, v, sofar[0], part[v], last)]
+        for v, values in pieces.items():
+            if v in cutting.left_in_parts:
+                self._outputs[self._outputs.index(v)] = Parts(tuple(values), self._types[v])
+            elif v in stretch.dims:
+                closed = _joining(tuple(self._types[p] for p in values), stretch.dims[v])
+                self._ours(closed, values, (v,), ())
+
+    def _combined(self, stretch: Stretch, v: int, sofar: int, part: int, last: bool) -> int:
+        name, t = self._flat.equations[stretch.reduced[v]].name, self._types[sofar]
+        total = v if last else self._value(t)
+        closed = _combining(name, t, self._types[total].dtype)
+        self._ours(closed, (sofar, part), (total,), ())
+        return total
+
+    def _part(self, cutting: _Tasks, low: int) -> Mapping[int, int]:
+        """Adds the equations of one part; returns what each value is there."""
+        flat, stretch = self._flat, cutting.stretch
+        length = min(cutting.size, stretch.length - low)
+        of_part: dict[int, int] = {}
+        cut: dict[tuple[int, int], int] = {}
+
+        def read(i: int, position: int, v: int | Constant) -> int | Constant:
+            dim = stretch.uses.get((i, position))
+            if isinstance(v, Constant) or v in of_part or dim is None:
+                return v if isinstance(v, Constant) else of_part.get(v, v)
+            if (v, dim) not in cut:
+                make = self._rows if v in cutting.sliced else self._cut
+                cut[v, dim] = make(stretch, v, dim, low, length)
+            return cut[v, dim]
+
+        for i in stretch.equations:
+            e = flat.equations[i]
+            inputs = [read(i, position, v) for position, v in enumerate(e.inputs)]
+            types = [v.type if isinstance(v, Constant) else self._types[v] for v in inputs]
+            shapes = [stretch.shape(flat, v, length) for v in e.outputs]
+            along = stretch.along(flat, i)
+            key = (id(e.origin), along, tuple(types), tuple(shapes))
+            if key not in self._known:
+                self._known[key] = parts.on_part(e, types, shapes, along)
+            closed = self._known[key]
+            outputs = [self._value(Type.of(v.aval)) for v in closed.jaxpr.outvars]
+            self._ours(closed, (_position(low), *inputs), outputs, _calls(e))
+            of_part.update(zip(e.outputs, outputs, strict=True))
+        return of_part
+
+    def _rows(self, stretch: Stretch, v: int, dim: int, low: int, length: int) -> int:
+        """The rows of an array in host memory that a part reads."""
+        scale = stretch.scale(self._flat, v, dim)
+        before = self._slices.get(v, Slice(v, v, 0, 0))
+        start = before.start + low * scale
+        value = self._value(self._types[v].rows(length * scale))
+        self._slices[value] = Slice(value, before.source, start, start + length * scale)
+        return value
+
+    def _cut(self, stretch: Stretch, v: int, dim: int, low: int, length: int) -> int:
+        scale = stretch.scale(self._flat, v, dim)
+        closed = _cutting(self._types[v], dim, length * scale)
+        value = self._value(Type.of(closed.jaxpr.outvars[0].aval))
+        self._ours(closed, (v, _position(low * scale)), (value,), ())
+        return value
+
+    def _ours(
+        self,
+        closed: Any,
+        inputs: Sequence[int | Constant],
+        outputs: Sequence[int],
+        calls: tuple[Any, ...],
+    ) -> None:
+        """Adds the equations of a jaxpr of our own making."""
+        jaxpr = closed.jaxpr
+        assert not jaxpr.constvars
+        values: dict[Any, int | Constant] = dict(zip(jaxpr.invars, inputs, strict=True))
+        values.update(zip(jaxpr.outvars, outputs, strict=True))
+        calls = calls or (self._equations[-1].calls if self._equations else ())
+        for eqn in jaxpr.eqns:
+            read = tuple(
+                Constant(v.val, Type.of(v.aval)) if hasattr(v, "val") else values[v]
+                for v in eqn.invars
+            )
+            for v in eqn.outvars:
+                if v not in values:
+                    values[v] = self._value(Type.of(v.aval))
+            written = tuple(values[v] for v in eqn.outvars)
+            assert all(isinstance(v, int) for v in written)
+            self._equations.append(Equation(eqn, read, written, calls, ours=True))  # pyright: ignore[reportArgumentType]
+
+
+def _calls(e: Equation) -> tuple[Any, ...]:
+    return e.calls if e.ours else (*e.calls, e.origin)
+
+
+def _position(at: int) -> Constant:
+    position = np.asarray(at, np.int32)
+    return Constant(position, Type((), position.dtype))
+
+
+@functools.lru_cache(maxsize=1024)
+def _joining(types: tuple[Type, ...], dim: int) -> Any:
+    """Parts to the whole."""
+    join = lambda *arrays: lax.concatenate(arrays, dim)
+    return jax.make_jaxpr(join)(*(t.struct() for t in types))
+
+
+@functools.lru_cache(maxsize=1024)
+def _cutting(t: Type, dim: int, length: int) -> Any:
+    """The whole, and a first position, to a part of it."""
+    cut = lambda array, start: lax.dynamic_slice_in_dim(array, start, length, dim)
+    return jax.make_jaxpr(cut)(t.struct(), jax.ShapeDtypeStruct((), np.int32))
+
+
+@functools.lru_cache(maxsize=1024)
+def _combining(name: str, t: Type, dtype: Any) -> Any:
+    """What a reduction has so far, and one more part, to what it has then."""
+
+    def combine(sofar: Any, part: Any) -> Any:
+        return lax.convert_element_type(parts.combined(name, sofar, part), dtype)
+
+    return jax.make_jaxpr(combine)(t.struct(), t.struct())

@@ -1,0 +1,341 @@
+"""Equations on parts of their operands, and a stretch of them part by part."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jturnip.frontend import costs
+from jturnip.frontend.axes import COMBINED, SCATTERS
+from jturnip.frontend.stretches import Along, Stretch, read_by
+from jturnip.frontend.values import Constant, Equation, FlatJaxpr, Type, bind
+
+
+# -- one equation ----------------------------------------------------------------------
+
+
+def _limits(e: Equation, operands: Sequence[Any]) -> tuple[int, ...]:
+    """Where a slice of a part ends: what is cut is not sliced itself."""
+    of = zip(
+        e.origin.params["limit_indices"],
+        e.origin.invars[0].aval.shape,
+        operands[0].shape,
+        strict=True,
+    )
+    return tuple(now if was == limit else limit for limit, was, now in of)
+
+
+# Primitive → what of its parameters is different for parts.
+_OTHER: dict[str, Callable[[Equation, Sequence[Any], tuple[int, ...]], Any]] = {
+    "broadcast_in_dim": lambda e, operands, shape: {"shape": shape},
+    "iota": lambda e, operands, shape: {"shape": shape},
+    "reshape": lambda e, operands, shape: {"new_sizes": shape},
+    "slice": lambda e, operands, shape: {"limit_indices": _limits(e, operands)},
+    "dynamic_slice": lambda e, operands, shape: {"slice_sizes": shape},
+}
+_PRODUCTS = frozenset(["dot_general", "conv_general_dilated"])
+
+
+def _apply(
+    e: Equation,
+    operands: Sequence[Any],
+    shapes: Sequence[tuple[int, ...]],
+    along: Along,
+    low: Any,
+) -> Sequence[Any]:
+    """Applies an equation to parts.
+
+    Args:
+      e: an equation with a rule.
+      operands: parts of its operands, or those that are not cut.
+      shapes: what is expected of each result.
+      along: where it is cut.
+      low: the position along the axis at which the part begins.
+
+    Raises:
+      TypeError: where the parts are of other shapes than expected.
+    """
+    if e.name == "gather":
+        results = [_gathered(e, operands, shapes[0], along, low)]
+    elif e.name in SCATTERS:
+        results = [_scattered(e, operands, along, low)]
+    else:
+        other = _OTHER.get(e.name)
+        params = other(e, operands, shapes[0]) if other else {}
+        dtype = e.origin.outvars[0].aval.dtype
+        if e.name in _PRODUCTS and along.result is None and _is_narrow(dtype):
+            params["preferred_element_type"] = np.dtype(np.float32)
+        results = bind(e.origin, operands, **params)
+    for result, shape in zip(results, shapes, strict=True):
+        if result.shape != shape:
+            raise TypeError(f"{e.name} of parts has shape {result.shape}, not {shape}")
+    if e.name == "iota" and along.result is not None:
+        dim, scale = along.result
+        if e.origin.params["dimension"] == dim:
+            offset = lax.convert_element_type(low * scale, results[0].dtype)
+            results = [results[0] + offset]
+    return results
+
+
+def _column(indices: Any, column: int, change: Callable[[Any], Any]) -> Any:
+    """Indices, one column of which is changed."""
+    here = lax.broadcasted_iota(np.int32, indices.shape, indices.ndim - 1) == column
+    return lax.select(here, change(indices), indices)
+
+
+def _gathered(
+    e: Equation,
+    operands: Sequence[Any],
+    shape: tuple[int, ...],
+    along: Along,
+    low: Any,
+) -> Any:
+    """What a gather finds in a part; nothing for an index that is in another."""
+    part, indices = operands
+    params, whole = e.origin.params, e.origin.invars[0].aval.shape
+    numbers, mode = params["dimension_numbers"], params["mode"]
+    sizes = [
+        now if size == was else size
+        for size, was, now in zip(params["slice_sizes"], whole, part.shape, strict=True)
+    ]
+    dim, scale = along.operands[0] or (None, 0)
+    if dim not in numbers.start_index_map:
+        (found,) = bind(e.origin, operands, slice_sizes=tuple(sizes))
+        return found
+    assert dim is not None
+    column, begin = numbers.start_index_map.index(dim), low * scale
+    if mode == lax.GatherScatterMode.CLIP:
+        indices = _column(indices, column, lambda x: jnp.clip(x, 0, whole[dim] - 1))
+    begin = lax.convert_element_type(begin, indices.dtype)
+    wanted = indices[..., column]
+    there = (wanted >= begin) & (wanted < begin + part.shape[dim])
+    local = _column(indices, column, lambda x: jnp.clip(x - begin, 0, part.shape[dim] - 1))
+    (found,) = bind(e.origin, (part, local), slice_sizes=tuple(params["slice_sizes"]))
+    dims = [d for d in range(len(shape)) if d not in numbers.offset_dims]
+    spread = lambda mask: lax.broadcast_in_dim(mask, shape, dims)
+    if mode == lax.GatherScatterMode.FILL_OR_DROP:
+        # What is nowhere is filled in with the first part.
+        nowhere = (wanted < 0) | (wanted >= whole[dim])
+        (filled,) = bind(e.origin, (part, _column(local, column, lambda x: x * 0 - 1)))
+        nothing = lax.select(spread(nowhere & (begin == 0)), filled, jnp.zeros_like(found))
+    else:
+        nothing = jnp.zeros_like(found)
+    return lax.select(spread(there), found, nothing)
+
+
+def _scattered(e: Equation, operands: Sequence[Any], along: Along, low: Any) -> Any:
+    """What a scatter makes of a part; updates for other parts are dropped."""
+    part, indices, updates = operands
+    params, whole = e.origin.params, e.origin.invars[0].aval.shape
+    numbers = params["dimension_numbers"]
+    dim, scale = along.operands[0] or (None, 0)
+    if dim not in numbers.scatter_dims_to_operand_dims:
+        (result,) = bind(e.origin, operands)
+        return result
+    gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+    windows = iter(numbers.update_window_dims)
+    room = [
+        n - (1 if d in gone else updates.shape[next(windows)]) for d, n in enumerate(whole)
+    ]
+    for column, d in enumerate(numbers.scatter_dims_to_operand_dims):
+        if params["mode"] == lax.GatherScatterMode.CLIP:
+            indices = _column(indices, column, lambda x, n=room[d]: jnp.clip(x, 0, n))
+        if d == dim:
+            begin = lax.convert_element_type(low * scale, indices.dtype)
+            indices = _column(indices, column, lambda x, b=begin: x - b)
+    dropped = lax.GatherScatterMode.FILL_OR_DROP
+    (result,) = bind(e.origin, (part, indices, updates), mode=dropped)
+    return result
+
+
+# -- reductions ------------------------------------------------------------------------
+
+_COMBINE: dict[str, Callable[[Any, Any], Any]] = {
+    "add": lax.add,
+    "max": lax.max,
+    "min": lax.min,
+    "mul": lax.mul,
+    "and": lax.bitwise_and,
+    "or": lax.bitwise_or,
+}
+
+
+def _is_narrow(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
+
+
+def dtype_of_sums(name: str, dtype: Any) -> Any:
+    """In what the parts of a reduction are combined: 16-bit sums in float32, as XLA does
+    inside a reduction."""
+    wide = COMBINED[name] == "add" and _is_narrow(dtype)
+    return np.dtype(np.float32) if wide else dtype
+
+
+def _nothing(name: str, shape: Sequence[int], dtype: Any) -> Any:
+    """What changes nothing when it is combined."""
+    how = COMBINED[name]
+    if how in ("max", "min"):
+        least = how == "max"
+        if dtype == np.dtype(bool):
+            value: Any = not least
+        elif jnp.issubdtype(dtype, jnp.floating):
+            value = -np.inf if least else np.inf
+        else:
+            value = jnp.iinfo(dtype).min if least else jnp.iinfo(dtype).max
+    else:
+        value = {"add": 0, "mul": 1, "and": -1, "or": 0}[how]
+        if dtype == np.dtype(bool):
+            value = bool(value)
+    return lax.full(shape, value, dtype_of_sums(name, dtype))
+
+
+def combined(name: str, sofar: Any, part: Any) -> Any:
+    """What a reduction has of all parts up to one."""
+    part = lax.convert_element_type(part, sofar.dtype)
+    return _COMBINE[COMBINED[name]](sofar, part)
+
+
+# -- stretches -------------------------------------------------------------------------
+
+
+def on_part(
+    e: Equation, types: Sequence[Type], shapes: Sequence[tuple[int, ...]], along: Along
+) -> Any:
+    """An equation on parts, as a jaxpr of the position at which the part begins and of
+    operands of these types."""
+
+    def function(low: Any, *operands: Any) -> Any:
+        return _apply(e, operands, shapes, along, low)
+
+    return jax.make_jaxpr(function)(_POSITION, *(t.struct() for t in types))
+
+
+_POSITION = jax.ShapeDtypeStruct((), np.int32)
+
+
+def in_blocks(flat: FlatJaxpr, stretch: Stretch, size: int) -> Any:
+    """The equation of a jaxpr that does a stretch in blocks of so many positions."""
+
+    def function(*arrays: Any) -> Any:
+        values = dict(zip(stretch.entering, arrays, strict=True))
+        return _Blockwise(flat, stretch, size).run(values)
+
+    lead = lead_equation(flat, stretch)
+    function.__name__ = function.__qualname__ = f"blocks_of_{lead.name}"
+    structs = [flat.types[v].struct() for v in stretch.entering]
+    closed = jax.make_jaxpr(jax.jit(function))(*structs)
+    (eqn,) = closed.jaxpr.eqns
+    assert list(eqn.invars) == list(closed.jaxpr.invars)
+    return eqn
+
+
+def lead_equation(flat: FlatJaxpr, stretch: Stretch) -> Equation:
+    """The equation of a stretch that does most of the work."""
+    equations = (flat.equations[i] for i in sorted(stretch.working))
+    return max(equations, key=lambda e: costs.flops(e.origin))
+
+
+class _Blockwise:
+    """A stretch evaluated block by block."""
+
+    def __init__(self, flat: FlatJaxpr, stretch: Stretch, size: int):
+        self._flat = flat
+        self._stretch = stretch
+        self._size = size
+
+    def run(self, values: dict[int, Any]) -> list[Any]:
+        """What leaves the stretch, of what enters it."""
+        stretch = self._stretch
+        for number in range(stretch.loops):
+            mine = [i for i in stretch.equations if stretch.loop[i] == number]
+            for i in mine:
+                if i not in stretch.working:
+                    e = self._flat.equations[i]
+                    read = [
+                        v.value if isinstance(v, Constant) else values[v] for v in e.inputs
+                    ]
+                    values.update(zip(e.outputs, e.bind(read), strict=True))
+            wanted = [
+                v
+                for i in mine
+                if i in stretch.working
+                for v in self._flat.equations[i].outputs
+                if v in stretch.reduced or (v in stretch.leaving and v in stretch.dims)
+            ]
+            if wanted:
+                values.update(self._loop(wanted, values))
+        return [values[v] for v in stretch.leaving]
+
+    def _loop(self, wanted: Sequence[int], values: Mapping[int, Any]) -> dict[int, Any]:
+        """Some values, made block by block."""
+        steps = self._steps(wanted, values)
+        size = self._size
+        count, rest = divmod(self._stretch.length, size)
+
+        def add(sofar: Sequence[Any], start: Any, size: int) -> list[Any]:
+            block = self._block(steps, values, start, size)
+            pairs = zip(wanted, sofar, strict=True)
+            return [self._with_block(v, before, block[v], start) for v, before in pairs]
+
+        each = lambda n, sofar: add(sofar, n * size, size)
+        made = lax.fori_loop(0, count, each, [self._begin(v) for v in wanted])
+        if rest:
+            made = add(made, count * size, rest)
+        return {
+            v: lax.convert_element_type(x, self._flat.types[v].dtype)
+            for v, x in zip(wanted, made, strict=True)
+        }
+
+    def _begin(self, v: int) -> Any:
+        t = self._flat.types[v]
+        if v in self._stretch.reduced:
+            return _nothing(self._reducer(v), t.shape, t.dtype)
+        return lax.full(t.shape, 0, t.dtype)
+
+    def _with_block(self, v: int, before: Any, block: Any, start: Any) -> Any:
+        if v in self._stretch.reduced:
+            return combined(self._reducer(v), before, block)
+        dim = self._stretch.dims[v]
+        at = start * self._stretch.scale(self._flat, v, dim)
+        return lax.dynamic_update_slice_in_dim(before, block, at, dim)
+
+    def _reducer(self, v: int) -> str:
+        return self._flat.equations[self._stretch.reduced[v]].name
+
+    def _steps(self, wanted: Sequence[int], there: Collection[int]) -> list[int]:
+        """The equations that make a block of some values, of what is there."""
+        needed = set(wanted)
+        steps = []
+        for i in reversed(self._stretch.equations):
+            e = self._flat.equations[i]
+            if i in self._stretch.working and needed.intersection(e.outputs):
+                steps.append(i)
+                needed.update(v for v in read_by(e) if v not in there)
+        return steps[::-1]
+
+    def _block(
+        self, steps: Sequence[int], values: Mapping[int, Any], start: Any, size: int
+    ) -> dict[int, Any]:
+        """What some equations make of one block."""
+        flat, stretch = self._flat, self._stretch
+        block: dict[int, Any] = {}
+
+        def read(i: int, position: int, v: int | Constant) -> Any:
+            if isinstance(v, Constant):
+                return v.value
+            dim = stretch.uses.get((i, position))
+            if v in block or dim is None:
+                return block[v] if v in block else values[v]
+            scale = stretch.scale(flat, v, dim)
+            return lax.dynamic_slice_in_dim(values[v], start * scale, size * scale, dim)
+
+        for i in steps:
+            e = flat.equations[i]
+            operands = [read(i, position, v) for position, v in enumerate(e.inputs)]
+            shapes = [stretch.shape(flat, v, size) for v in e.outputs]
+            made = _apply(e, operands, shapes, stretch.along(flat, i), start)
+            block.update(zip(e.outputs, made, strict=True))
+        return block

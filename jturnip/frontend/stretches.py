@@ -1,0 +1,258 @@
+"""Stretches: equations that can be done part by part along one axis.
+
+From a dimension of one value, what is cut spreads to all values that equations connect with
+it, by their rules (`axes.py`). What does not agree stays outside: an equation that needs a
+value whole reads it whole, before or after.
+"""
+
+import itertools
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from jturnip.frontend.axes import Rule
+from jturnip.frontend.values import Constant, Equation, FlatJaxpr
+
+
+def read_by(e: Equation) -> Iterator[int]:
+    """The values that an equation reads; not the numbers written in it."""
+    return (v for v in e.inputs if not isinstance(v, Constant))
+
+
+@dataclass(frozen=True, slots=True)
+class Along:
+    """Where one equation is cut: for each operand and the first result the dimension, and
+    how many positions along it are one along the axis; None for what is not cut."""
+
+    operands: tuple[tuple[int, int] | None, ...]
+    result: tuple[int, int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Equations to be done part by part along one axis."""
+
+    # All of them, in order, and those that work on parts; the others read no part.
+    equations: tuple[int, ...]
+    working: frozenset[int]
+    # Value that is written in parts → the dimension along which it is cut.
+    dims: Mapping[int, int]
+    # (equation, operand) → the dimension along which that is cut there.
+    uses: Mapping[tuple[int, int], int]
+    # Value → the equation that reduces to it.
+    reduced: Mapping[int, int]
+    # Equation → the loop over parts that it is in, or that it precedes. What reads a
+    # reduced value comes in a later loop.
+    loop: Mapping[int, int]
+    entering: tuple[int, ...]
+    leaving: tuple[int, ...]
+    # Positions along the axis; one is several along a dimension that is a multiple.
+    length: int
+
+    @property
+    def loops(self) -> int:
+        """How many loops there are."""
+        return 1 + max(self.loop.values())
+
+    def scale(self, flat: FlatJaxpr, v: int, dim: int) -> int:
+        """How many positions along a dimension are one along the axis."""
+        return flat.types[v].shape[dim] // self.length
+
+    def along(self, flat: FlatJaxpr, i: int) -> Along:
+        """Where an equation is cut."""
+        e = flat.equations[i]
+
+        def cut(v: int | Constant, dim: int | None) -> tuple[int, int] | None:
+            if dim is None or isinstance(v, Constant):
+                return None
+            return dim, self.scale(flat, v, dim)
+
+        return Along(
+            tuple(cut(v, self.uses.get((i, at))) for at, v in enumerate(e.inputs)),
+            cut(e.outputs[0], self.dims.get(e.outputs[0])),
+        )
+
+    def shape(self, flat: FlatJaxpr, v: int, length: int) -> tuple[int, ...]:
+        """The shape of so much of a value."""
+        shape = flat.types[v].shape
+        dim = self.dims.get(v)
+        if dim is None:
+            return shape
+        return (*shape[:dim], length * self.scale(flat, v, dim), *shape[dim + 1 :])
+
+    def widest_bytes(self, flat: FlatJaxpr) -> int:
+        """Bytes of what is cut and never leaves, at the equation where that is most."""
+        inner = set(self.dims).difference(self.entering, self.leaving)
+        return max(
+            sum(
+                flat.types[v].nbytes
+                for v in inner.intersection(
+                    (*read_by(flat.equations[e]), *flat.equations[e].outputs)
+                )
+            )
+            for e in self.working
+        )
+
+
+class Stretches:
+    """Finds the stretches of one function."""
+
+    def __init__(self, flat: FlatJaxpr, of_equation: Sequence[Rule | None]):
+        self.flat = flat
+        self._rules = of_equation
+        self._results = frozenset(flat.result_values)
+        self.writer = {v: i for i, e in enumerate(flat.equations) for v in e.outputs}
+        self.readers: dict[int, list[int]] = {}
+        for i, e in enumerate(flat.equations):
+            for v in read_by(e):
+                self.readers.setdefault(v, []).append(i)
+
+    def ruled(self) -> list[int]:
+        """The equations that have a rule."""
+        return [i for i, rule in enumerate(self._rules) if rule is not None]
+
+    def together(self, among: Sequence[int], least: int) -> list[list[int]]:
+        """Equations that read or write values larger than `least`, in sets: those that pass
+        such values to one another are in one, with all that is on the way between them."""
+        types, inside = self.flat.types, set(among)
+        above: dict[int, int] = {}
+
+        def find(i: int) -> int:
+            while above.setdefault(i, i) != i:
+                above[i] = above[above[i]]
+                i = above[i]
+            return i
+
+        for i in among:
+            e = self.flat.equations[i]
+            if any(types[v].nbytes > least for v in (*read_by(e), *e.outputs)):
+                find(i)
+            for v in e.outputs:
+                if types[v].nbytes > least:
+                    for reader in self.readers.get(v, ()):
+                        if reader in inside:
+                            above[find(reader)] = find(i)
+        sets: dict[int, list[int]] = {}
+        for i in sorted(above):
+            sets.setdefault(find(i), []).append(i)
+        return [[i for i in self._between(each) if i in inside] for each in sets.values()]
+
+    def along(self, members: Sequence[int], value: int, dim: int) -> Stretch | None:
+        """The stretch among `members` along a dimension of a value, if there is one."""
+        dims = self._spread(members, value, dim)
+        labels = {i: self._label(i, dims) for i in members}
+        working = {i: label for i, label in labels.items() if label is not None}
+        if not working:
+            return None
+        equations = self._between(working)
+        cut = {v for i in working for v in self.flat.equations[i].outputs if v in dims}
+        for i in equations:
+            e = self.flat.equations[i]
+            if i in working:
+                continue
+            if e.effects or e.driven or not cut.isdisjoint(read_by(e)):
+                return None
+        return self._found(equations, working, {v: dims[v] for v in cut})
+
+    def _spread(self, members: Sequence[int], value: int, dim: int) -> dict[int, int]:
+        """Value → dimension, from one to all that `members` connect with it."""
+        dims = {value: dim}
+        agenda = [value]
+        inside = set(members)
+        while agenda:
+            v = agenda.pop()
+            for i in (self.writer.get(v), *self.readers.get(v, ())):
+                label = self._label(i, dims) if i in inside else None
+                if label is None:
+                    continue
+                assert i is not None
+                for other, found in self._labelled(i, label):
+                    # What enters may be cut otherwise by another reader.
+                    if self.writer.get(other) in inside and other not in dims:
+                        dims[other] = found
+                        agenda.append(other)
+        return dims
+
+    def _sides(self, i: int) -> Iterator[tuple[int, tuple[int | None, ...]]]:
+        """The values that an equation reads and writes, with their labels."""
+        rule, e = self._rules[i], self.flat.equations[i]
+        assert rule is not None
+        for v, labels in zip(e.inputs, rule.operands, strict=True):
+            if not isinstance(v, Constant):
+                yield v, labels
+        yield from zip(e.outputs, rule.results, strict=True)
+
+    def _labelled(self, i: int, label: int) -> Iterator[tuple[int, int]]:
+        """Values with a label, and where they have it."""
+        return ((v, each.index(label)) for v, each in self._sides(i) if label in each)
+
+    def _label(self, i: int, dims: Mapping[int, int]) -> int | None:
+        """The label along which an equation is cut, if it is and can be."""
+        if self._rules[i] is None:
+            return None
+        found = {each[dims[v]] for v, each in self._sides(i) if v in dims}
+        label = found.pop() if len(found) == 1 else None
+        if label is None:
+            return None
+        agree = all(dims.get(v, dim) == dim for v, dim in self._labelled(i, label))
+        return label if agree else None
+
+    def _between(self, working: Collection[int]) -> tuple[int, ...]:
+        """With all equations on a way from one of these to another."""
+        equations = self.flat.equations
+        among = range(min(working), max(working) + 1)
+        after: set[int] = set()
+        for i in among:
+            writers = (self.writer.get(v) for v in read_by(equations[i]))
+            if i in working or any(w in after for w in writers):
+                after.add(i)
+        before: set[int] = set()
+        for i in reversed(among):
+            readers = (self.readers.get(v, ()) for v in equations[i].outputs)
+            if i in working or any(r in before for r in itertools.chain(*readers)):
+                before.add(i)
+        return tuple(sorted(after & before))
+
+    def _found(
+        self, equations: tuple[int, ...], working: Mapping[int, int], dims: dict[int, int]
+    ) -> Stretch:
+        flat, inside = self.flat, frozenset(equations)
+        reduced: dict[int, int] = {}
+        uses: dict[tuple[int, int], int] = {}
+        loop: dict[int, int] = {}
+        lengths: set[int] = set()
+        for i in equations:
+            e, rule = flat.equations[i], self._rules[i]
+            writers = {self.writer.get(v) for v in read_by(e)} & inside
+            reduce = set(reduced.values())
+            loop[i] = max(
+                (loop[w] + (w in reduce) for w in writers if w is not None), default=0
+            )
+            if i not in working:
+                continue
+            assert rule is not None
+            label = working[i]
+            if label in rule.reduced:
+                reduced[e.outputs[0]] = i
+            for position, (v, each) in enumerate(zip(e.inputs, rule.operands, strict=True)):
+                if label in each and not isinstance(v, Constant):
+                    uses[i, position] = each.index(label)
+            lengths.update(flat.types[v].shape[dim] for v, dim in self._labelled(i, label))
+        entering = {v for i in equations for v in read_by(flat.equations[i])}
+        leaving = [
+            v
+            for i in equations
+            for v in flat.equations[i].outputs
+            if v in self._results or not inside.issuperset(self.readers.get(v, ()))
+        ]
+        return Stretch(
+            equations=equations,
+            working=frozenset(working),
+            dims=dims,
+            uses=uses,
+            reduced=reduced,
+            loop=loop,
+            entering=tuple(sorted(v for v in entering if self.writer.get(v) not in inside)),
+            leaving=tuple(leaving),
+            length=math.gcd(*lengths),
+        )

@@ -1,0 +1,227 @@
+"""Axes of equations, and functions cut along them, against the functions themselves."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import assert_same
+from jax import lax
+
+import jturnip
+from jturnip.frontend import blocks
+from jturnip.frontend.axes import rules
+from jturnip.frontend.jaxpr import flatten
+from jturnip.frontend.values import Constant, FlatJaxpr, Parts
+
+
+def flat_of(fn: Callable[..., Any], *args: Any) -> FlatJaxpr:
+    return flatten(jax.jit(fn).trace(*args).jaxpr)
+
+
+def labels(fn: Callable[..., Any], *shapes: tuple[int, ...], dtype: Any = "float32") -> str:
+    """The rule of a function's last equation with a rule, as an einsum writes it; what is
+    reduced is behind a bar."""
+    flat = flat_of(fn, *(jnp.zeros(shape, dtype) for shape in shapes))
+    rule = [r for r in rules(flat, {}) if r is not None][-1]
+    names: dict[int | None, str] = {None: "-"}
+    word = lambda each: "".join(names.setdefault(x, "ijklmn"[len(names) - 1]) for x in each)
+    text = ",".join(map(word, rule.operands)) + "->" + ",".join(map(word, rule.results))
+    reduced = "".join(names[x] for x in sorted(rule.reduced))
+    return f"{text}|{reduced}" if reduced else text
+
+
+def test_rules_are_those_of_an_einsum():
+    assert labels(lambda x, y: x @ y, (2, 3), (3, 4)) == "ij,jk->ik|j"
+    assert labels(jnp.tanh, (2, 3)) == "ij->ij"
+    assert labels(lambda x: x.T, (2, 3)) == "ij->ji"
+    assert labels(lambda x: x.max(1), (2, 3)) == "ij->i|j"
+    assert labels(lambda x: lax.broadcast_in_dim(x, (4, 3), (1,)), (3,)) == "i->ji"
+    assert labels(lambda x: jnp.cumsum(x, 0), (2, 3)) == "-i->-i"
+    assert labels(lambda x: jnp.argmax(x, 0), (2, 3)) == "-i->i"
+    assert labels(lambda x: lax.rev(x, (1,)), (2, 3)) == "i-->i-"
+    assert labels(lambda x: lax.top_k(x, 2), (4, 8)) == "i-->i-,i-"
+    assert labels(lambda: lax.broadcasted_iota(np.int32, (2, 3), 0)) == "->ij"
+
+
+def test_of_a_dimension_that_is_split_the_first_part_is_cut():
+    assert labels(lambda x: x.reshape(4, 2, 8), (4, 16)) == "ij->ij-"
+    assert labels(lambda x: x.reshape(8, 3), (4, 2, 3)) == "i-j->ij"
+
+
+def test_what_is_needed_whole_has_no_label():
+    flat = flat_of(jnp.linalg.cholesky, jnp.eye(4))
+    assert all(
+        rule is None or not rule.operands[0][0]
+        for rule, e in zip(rules(flat, {}), flat.equations, strict=True)
+        if e.name == "cholesky"
+    )
+
+
+# -- cut functions ---------------------------------------------------------------------
+
+
+def evaluated(flat: FlatJaxpr, *args: Any) -> list[Any]:
+    """What a flat function gives, without any planning."""
+
+    def run(args: Any) -> list[Any]:
+        values = dict(zip(flat.inputs, args, strict=True))
+        values.update(flat.constants)
+        for s in flat.slices:
+            values[s.value] = values[s.source][s.start : s.stop]
+        for e in flat.equations:
+            read = [v.value if isinstance(v, Constant) else values[v] for v in e.inputs]
+            for v, x in zip(e.outputs, e.bind(read), strict=True):
+                assert (x.shape, x.dtype) == (flat.types[v].shape, flat.types[v].dtype)
+                values[v] = x
+        return [
+            jnp.concatenate([values[v] for v in o.values])
+            if isinstance(o, Parts)
+            else values[o]
+            for o in flat.outputs
+        ]
+
+    return jax.jit(run)(args)
+
+
+def numbers(*shape: int, dtype: Any = np.float32) -> np.ndarray:
+    return np.random.default_rng(sum(shape)).normal(size=shape).astype(dtype)
+
+
+def whole_numbers(below: int, *shape: int, least: int = 0) -> np.ndarray:
+    return np.random.default_rng(below).integers(least, below, shape, np.int32)
+
+
+def attention(q: Any, k: Any, v: Any) -> Any:
+    scores = jnp.einsum("qhd,khd->hqk", q, k)
+    later = lax.broadcasted_iota(np.int32, scores.shape, 1) < lax.broadcasted_iota(
+        np.int32, scores.shape, 2
+    )
+    return jnp.einsum("hqk,khd->qhd", jax.nn.softmax(jnp.where(later, -9.0, scores)), v)
+
+
+def of_attention(q: Any, k: Any, v: Any) -> Any:
+    return jax.grad(lambda *a: jnp.sum(attention(*a) ** 2), (0, 1, 2))(q, k, v)
+
+
+def several_reductions(x: Any) -> Any:
+    each = jnp.sin(x[:, None] * x[None])
+    positive = each > 0
+    small = jnp.round(each * 3).astype(np.int32)
+    return (
+        each.min(1),
+        small.max(0),
+        small.sum(),
+        jnp.prod(1 + each / 1000, axis=1),
+        positive.all(0),
+        positive.any(1),
+        jnp.argmax(each, axis=1),
+        each.astype(jnp.bfloat16).sum(0),
+    )
+
+
+def standardised(x: Any) -> Any:
+    """Of large rows: what is reduced is read again."""
+    wide = jnp.sin(x)[:, None] * jnp.cos(jnp.arange(2000.0))
+    wide = wide - wide.mean(1, keepdims=True)
+    return (wide / jnp.sqrt((wide**2).mean(1, keepdims=True))).max(1)
+
+
+def rows_in_mode(mode: str) -> Callable[..., Any]:
+    def rows(x: Any, table: Any, at: Any) -> Any:
+        each = jnp.exp(x @ table.T)
+        found = each.at[jnp.arange(at.size), at].get(mode=mode, fill_value=7.0)
+        added = jnp.zeros_like(each).at[jnp.arange(at.size), at].add(found, mode=mode)
+        return found, added.sum(1), (added * each).max(0)
+
+    return rows
+
+
+FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...]]] = {
+    "attention": (attention, (numbers(67, 3, 8), numbers(61, 3, 8), numbers(61, 3, 8))),
+    "its gradients": (of_attention, (numbers(48, 2, 8), *[numbers(45, 2, 8)] * 2)),
+    "reductions": (several_reductions, (numbers(101),)),
+    "read again": (standardised, (numbers(13),)),
+    "rows filled in": (
+        rows_in_mode("fill"),
+        (numbers(60, 8), numbers(90, 8), whole_numbers(120, 60, least=-20)),
+    ),
+    "rows clipped": (
+        rows_in_mode("clip"),
+        (numbers(60, 8), numbers(90, 8), whole_numbers(120, 60, least=-20)),
+    ),
+    "nearest": (
+        lambda x, y: lax.top_k(-jnp.abs(x[:, None] - y[None]).sum(-1), 3),
+        (numbers(70, 5), numbers(59, 5)),
+    ),
+    "sorted and summed": (
+        lambda x: jnp.cumsum(jnp.sort(jnp.tanh(x[:, None] * x), axis=1), axis=1)[:, ::9],
+        (numbers(91),),
+    ),
+    "heads of one dimension": (
+        lambda x, w: jax.nn.softmax(
+            jnp.einsum("qhd,khd->hqk", *[(x @ w).reshape(-1, 4, 8)] * 2), axis=-1
+        ).max(2),
+        (numbers(64, 16), numbers(16, 32)),
+    ),
+    "a product": (lambda a, b: a @ b, (numbers(96, 80), numbers(80, 88))),
+    "sums of 16 bits": (
+        lambda a, b: jnp.tanh(a @ b).sum(0),
+        (numbers(64, 48, dtype=jnp.bfloat16), numbers(48, 64, dtype=jnp.bfloat16)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_cut_functions_give_the_same(name: str, quick_compilation: None):
+    fn, args = FUNCTIONS[name]
+    flat = flat_of(fn, *args)
+    expected = jax.tree.leaves(jax.jit(fn)(*args))
+    largest = max(flat.types[v].nbytes for e in flat.equations for v in e.outputs)
+    cut = 0
+    for share, count in ((2, 2), (5, 1)):
+        ways = blocks.cut_along_axes(flat, frozenset(flat.inputs), largest // share)
+        for way, _ in zip(ways, range(count), strict=False):
+            assert len(way.equations) != len(flat.equations) or way != flat
+            narrow = any(a.dtype == jnp.bfloat16 for a in expected)
+            # Sums in another order; of 16-bit numbers, of numbers rounded elsewhere.
+            assert_same(evaluated(way, *args), expected, ulps=16 if narrow else 64)
+            cut += 1
+    assert cut
+
+
+def test_nothing_is_cut_where_all_is_small():
+    flat = flat_of(attention, *FUNCTIONS["attention"][1])
+    assert not list(blocks.cut_along_axes(flat, frozenset(flat.inputs), 1 << 30))
+
+
+def test_only_free_axes_keep_every_bit():
+    fn = lambda x: jnp.sort(jnp.round(x[:, None] * x[None], 2), axis=1)[:, 50]
+    x = numbers(100)
+    f = jturnip.jit(fn, 20_000)
+    assert np.array_equal(f(jturnip.host(x)), jax.jit(fn)(x))
+    assert f.last_run.strategy != "whole"
+    assert f.last_run.peak_bytes <= 20_000
+
+
+def test_a_product_of_matrices_larger_than_the_budget():
+    a, b = numbers(512, 512), numbers(512, 512)
+    f = jturnip.jit(lambda a, b: a @ b, 400_000)
+    found = f(*jturnip.host((a, b)))
+    # Sums of 512 products in another order.
+    np.testing.assert_allclose(found, a @ b, rtol=1e-4, atol=1e-4)
+    assert f.last_run.peak_bytes <= 400_000
+
+
+def test_layers_alike_share_their_blocks():
+    """Three attentions need the executables of one."""
+    fn = lambda layers: [attention(*qkv) for qkv in layers]
+    args = FUNCTIONS["attention"][1]
+    reports = []
+    for count in (1, 3):
+        f = jturnip.jit(fn, 40_000)
+        lowered = f.lower(jturnip.host([tuple(map(np.copy, args)) for _ in range(count)]))
+        reports.append(lowered.compile().compile_report)
+    assert reports[1].distinct == reports[0].distinct

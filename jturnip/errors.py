@@ -17,7 +17,6 @@ what to do next.
 """
 
 import functools
-import re
 from typing import Any
 
 
@@ -64,18 +63,6 @@ class DoesNotFit(PlanningError):
             needed_bytes=self.needed_bytes + nbytes,
             gpu_bytes=self.gpu_bytes + nbytes,
         )
-
-    def for_(self, gpu_bytes: int, needed_bytes: int) -> "DoesNotFit":
-        """The same as the answer to another budget, which needs at least so much."""
-        message = str(self)
-        for what, before, now in (
-            ("gpu_bytes is", self.gpu_bytes, gpu_bytes),
-            ("at least", self.needed_bytes, needed_bytes),
-        ):
-            if now != before:
-                said = rf"{what} {before}( \([^)]*\))?"
-                message = re.sub(said, f"{what} {now} bytes", message)
-        return DoesNotFit(message, needed_bytes=needed_bytes, gpu_bytes=gpu_bytes)
 
 
 class HostMemoryError(PlanningError):

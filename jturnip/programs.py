@@ -9,6 +9,7 @@ place in which each piece leaves its results is where the next is planned to fin
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -41,8 +42,10 @@ _WAITING = 16
 _INNER = 2048
 # There must be room for so many of the results that stay on the device in a next call.
 _TIMES = 3
-# How often the budget that a refusal asks for is tried, to find what comes after it.
+# How often the budget that a refusal asks for is tried, to find what comes after it; and
+# where stretches are cut for each budget.
 _TRIES = 12
+_TRIES_CUT = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,8 @@ class How:
     repeated: bool = False
     # Whether arrays in host memory and loops are cut along rows first.
     streams: bool = True
+    # Whether what does not fit is cut along its axes.
+    axes: bool = True
     # Which attempts are made (`lowering.streaming`): those inside a loop are its own.
     attempts: tuple[int, ...] = tuple(range(lowering.ATTEMPTS))
     # What was made before, of the same in the same room; and all that was compiled.
@@ -381,14 +386,41 @@ def _resident_bytes(program: Program) -> int:
     return 0
 
 
-def smallest_refusal(make: Callable[[int], Program], refusal: DoesNotFit) -> DoesNotFit:
-    """The refusal with the budget in which all pieces of a chain can be planned.
+def refusal_that_is_true(
+    make: Callable[[int, How], Program], how: How, cut: DoesNotFit, uncut: DoesNotFit
+) -> DoesNotFit:
+    """The refusal with a budget that works.
 
-    A piece that does not fit hides those after it: so the budget it asks for is tried.
+    What is cut for one budget is cut otherwise for another, so what it asks for may not be
+    enough; then it is what the function needs without being cut along its axes.
 
     Args:
       make: makes the program in a budget.
-      refusal: of a smaller budget.
+      how: how the function is made.
+      cut, uncut: the refusals of a budget, with and without that.
+    """
+    uncut = _of_all_pieces(
+        lambda budget: make(budget, dataclasses.replace(how, axes=False)), uncut
+    )
+    for _ in range(_TRIES_CUT):
+        if cut.needed_bytes >= uncut.needed_bytes:
+            break
+        try:
+            make(cut.needed_bytes, how)
+        except DoesNotFit as error:
+            least = max(error.needed_bytes, cut.needed_bytes + 1)
+            cut = refusal_of_budget(error, cut.gpu_bytes, least)
+        except HostMemoryError:
+            return cut  # on the device there is room
+        else:
+            return cut
+    return uncut
+
+
+def _of_all_pieces(make: Callable[[int], Program], refusal: DoesNotFit) -> DoesNotFit:
+    """The refusal with the budget in which all pieces of a chain can be planned.
+
+    A piece that does not fit hides those after it: so the budget it asks for is tried.
     """
     budget = refusal.needed_bytes
     for attempt in range(_TRIES):
@@ -398,12 +430,24 @@ def smallest_refusal(make: Callable[[int], Program], refusal: DoesNotFit) -> Doe
             # What is asked for next is exact, unless the pieces ask in turns for a little.
             least = budget + 1 if attempt < _TRIES // 2 else budget + budget // 4
             budget = max(error.needed_bytes, least)
-            refusal = error.for_(refusal.gpu_bytes, budget)
+            refusal = refusal_of_budget(error, refusal.gpu_bytes, budget)
         except HostMemoryError:
             break  # on the device there is room
         else:
             break
     return refusal
+
+
+def refusal_of_budget(refusal: DoesNotFit, gpu_bytes: int, needed_bytes: int) -> DoesNotFit:
+    """The same refusal as the answer to a budget, which is to be at least so much."""
+    message = str(refusal)
+    for what, before, now in (
+        ("gpu_bytes is", refusal.gpu_bytes, gpu_bytes),
+        ("at least", refusal.needed_bytes, needed_bytes),
+    ):
+        said = rf"{what} {before}( \([^)]*\))?"
+        message = re.sub(said, f"{what} {now} ({format_bytes(now)})", message)
+    return DoesNotFit(message, needed_bytes=needed_bytes, gpu_bytes=gpu_bytes)
 
 
 def remeasured(program: Program, gpu_bytes: int, how: How) -> Program | None:
@@ -428,7 +472,7 @@ def _straight(
         return _of_tasks(flat, arguments, budget, how, to_host)
     except DoesNotFit as error:
         refusal = error.with_traceback(None)
-    if how.finest:
+    if how.finest or not how.axes:
         raise refusal
     arena = budget.arena(arguments.device)
     for blocked in cut_along_axes(uncut, lowering.hosted(uncut, arguments), arena):

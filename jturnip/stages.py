@@ -39,8 +39,9 @@ from jturnip.programs import (
     Program,
     Straight,
     make_program,
+    refusal_of_budget,
+    refusal_that_is_true,
     remeasured,
-    smallest_refusal,
 )
 from jturnip.runners import (
     Moves,
@@ -562,7 +563,7 @@ class Lowered:
         whole = self._compiled_whole[1]
         if needed <= whole:
             return refusal
-        refusal = refusal.for_(refusal.gpu_bytes, whole)
+        refusal = refusal_of_budget(refusal, refusal.gpu_bytes, whole)
         return DoesNotFit(
             f"{refusal} In that XLA fits the whole function: fused, it writes less down.",
             needed_bytes=whole,
@@ -576,20 +577,26 @@ class Lowered:
             _forwardable(self._given),
             to_host=self._wanted.places(on_host=True),
         )
-        make = lambda nbytes: made(_on_host_all(self._given), Budget(nbytes), how)
         without_rows = self._without_rows()
-        if without_rows is not None:
-            how_here = dataclasses.replace(how, streams=False)
-        else:
-            how_here = how
+        here = how if without_rows is None else dataclasses.replace(how, streams=False)
+        own = Budget(self.gpu_bytes)
         try:
-            return made(self._given, Budget(self.gpu_bytes), how_here)
+            return made(self._given, own, here)
         except DoesNotFit:
             self._given = _on_host_all(self._given)
         try:
-            return made(self._given, Budget(self.gpu_bytes), how_here)
-        except DoesNotFit as refusal:
-            raise smallest_refusal(make, without_rows or refusal) from None
+            return made(self._given, own, here)
+        except DoesNotFit as error:
+            cut = uncut = error.with_traceback(None)
+        if without_rows is not None:
+            uncut = without_rows
+        else:
+            try:
+                made(self._given, own, dataclasses.replace(how, axes=False))
+            except DoesNotFit as error:
+                uncut = error.with_traceback(None)
+        make = lambda nbytes, how: made(self._given, Budget(nbytes), how)
+        raise refusal_that_is_true(make, how, cut, uncut) from None
 
     def _without_rows(self) -> DoesNotFit | None:
         """The refusal of a budget that is surely too small to cut arrays by their rows

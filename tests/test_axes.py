@@ -14,6 +14,7 @@ import jturnip
 from jturnip.frontend import blocks
 from jturnip.frontend.axes import rules
 from jturnip.frontend.jaxpr import flatten
+from jturnip.frontend.parts import works
 from jturnip.frontend.values import Constant, FlatJaxpr, Parts
 
 
@@ -25,7 +26,7 @@ def labels(fn: Callable[..., Any], *shapes: tuple[int, ...], dtype: Any = "float
     """The rule of a function's last equation with a rule, as an einsum writes it; what is
     reduced is behind a bar."""
     flat = flat_of(fn, *(jnp.zeros(shape, dtype) for shape in shapes))
-    rule = [r for r in rules(flat, {}) if r is not None][-1]
+    rule = [r for r in rules(flat, works, {}) if r is not None][-1]
     names: dict[int | None, str] = {None: "-"}
     word = lambda each: "".join(names.setdefault(x, "ijklmn"[len(names) - 1]) for x in each)
     text = ",".join(map(word, rule.operands)) + "->" + ",".join(map(word, rule.results))
@@ -55,7 +56,7 @@ def test_what_is_needed_whole_has_no_label():
     flat = flat_of(jnp.linalg.cholesky, jnp.eye(4))
     assert all(
         rule is None or not rule.operands[0][0]
-        for rule, e in zip(rules(flat, {}), flat.equations, strict=True)
+        for rule, e in zip(rules(flat, works, {}), flat.equations, strict=True)
         if e.name == "cholesky"
     )
 

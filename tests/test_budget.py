@@ -389,7 +389,7 @@ def test_nothing_is_cut_for_a_hopeless_budget(monkeypatch: pytest.MonkeyPatch):
     assert min(seen) >= largest
     error = refusal.value
     assert error.gpu_bytes == 1
-    assert "gpu_bytes is 1 bytes" in str(error)
+    assert "gpu_bytes is 1 (1 B)" in str(error)
     assert str(error).count("gpu_bytes is") == 1  # it does not speak of another budget
     plan = jturnip.jit(step, error.needed_bytes).lower(weights, tokens).plan
     assert plan.peak_bytes <= error.needed_bytes

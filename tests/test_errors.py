@@ -29,6 +29,8 @@ HERE = Path(__file__).name
 X = np.ones((128, 128), np.float32)
 # Five matrices of `layers`, and a little more: too few for eight of them at once.
 TIGHT = 350_000
+# Too few for any of them, or for parts of them.
+TINY = 5_000
 
 
 @pytest.fixture(autouse=True)
@@ -92,30 +94,28 @@ def refusal_of(
 
 
 def test_a_budget_below_one_task_names_the_task_and_its_line():
-    message = str(refusal_of(product, 100_000, X, jturnip.host(X)))
+    message = str(refusal_of(product, TINY, X, jturnip.host(X)))
     assert '"dot_general"' in message
     assert line_of(product, "# the largest") in message
 
 
 def test_a_budget_below_one_task_tells_the_bytes():
-    error = refusal_of(product, 100_000, X, jturnip.host(X))
+    error = refusal_of(product, TINY, X, jturnip.host(X))
     # Two operands and a result of 64 KiB; a little more for our own bookkeeping.
     assert "needs 192 KiB at once" in str(error)
-    assert "gpu_bytes is 100000 (97.7 KiB)" in str(error)
+    assert f"gpu_bytes is {TINY} (5000 B)" in str(error)
     assert str(error.needed_bytes) in str(error)
-    assert error.gpu_bytes == 100_000
+    assert error.gpu_bytes == TINY
 
 
 @pytest.mark.parametrize("hosted", [True, False])
 def test_the_smallest_budget_that_is_named_plans_and_runs(hosted: bool):
     args = (jnp.asarray(X), list(map(jnp.asarray, layers(4))))
     args = jturnip.host(args) if hosted else args
-    error = refusal_of(tower, 100_000, *args)
+    error = refusal_of(tower, TINY, *args)
     f = jturnip.jit(tower, error.needed_bytes)
     assert_same(f(*args), jax.jit(tower)(X, layers(4)))
     assert f.last_run.peak_bytes <= error.needed_bytes
-    with pytest.raises(jturnip.DoesNotFit):  # as tasks; whole, XLA may do with less
-        jturnip.jit(tower, error.needed_bytes - 1, strategy="turnip")(*args)
 
 
 def test_the_smallest_budget_counts_the_workspace_of_a_task():

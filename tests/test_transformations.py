@@ -360,13 +360,13 @@ def f_of(weights: Any, x: Any) -> Any:
 
 def test_errors_and_functions_survive_pickling(weights: Any, x: Any):
     cloudpickle = pytest.importorskip("cloudpickle")
-    f = jturnip.jit(loss, MATRIX)
+    f = jturnip.jit(loss, 5_000)
     with pytest.raises(jturnip.DoesNotFit) as refusal:
         f(weights, x)
     error = pickle.loads(pickle.dumps(refusal.value))
     assert type(error) is jturnip.DoesNotFit
     assert str(error) == str(refusal.value)
-    assert (error.needed_bytes, error.gpu_bytes) == (refusal.value.needed_bytes, MATRIX)
+    assert (error.needed_bytes, error.gpu_bytes) == (refusal.value.needed_bytes, 5_000)
     f = jturnip.jit(loss, 6 * MATRIX, strategy="turnip")
     expected = f(weights, x)
     for other in (copy.deepcopy(f), cloudpickle.loads(cloudpickle.dumps(f))):

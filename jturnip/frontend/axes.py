@@ -7,11 +7,12 @@ the labels of EinDecomp (arXiv 2410.02682), and the factors of Shardy's
 `sdy-populate-op-sharding-rules`, which knows all of StableHLO.
 """
 
+import functools
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 from jax.extend.mlir import ir
@@ -38,7 +39,9 @@ COMBINED = {
 }
 # A gather along what it indexes finds each row in one part, and nothing in the others.
 COMBINED["gather"] = "add"
-SCATTERS = frozenset(["scatter", "scatter-add"])
+SCATTERS = frozenset(
+    ["scatter", *(f"scatter-{how}" for how in "add sub mul min max".split())]
+)
 # Operations that Shardy has no rule for, of operands and results of one shape.
 _ELEMENTWISE = frozenset(
     f"chlo.{name}"
@@ -46,6 +49,9 @@ _ELEMENTWISE = frozenset(
     " asinh atan atanh cosh sinh bessel_i1e is_inf is_neg_inf is_pos_inf next_after"
     " conj".split()
 )
+# What they do depends on positions: a part would be other positions. JAX's own primitives
+# for them have rules by hand.
+_POSITIONAL = frozenset(f"stablehlo.{name}" for name in "iota gather scatter".split())
 # They call code that is not XLA's own.
 _UNRULED = frozenset("pure_callback ffi_call custom_call".split())
 
@@ -64,28 +70,58 @@ class Rule:
         return (self.results if of_result else self.operands)[position][dim]
 
 
-def rules(flat: FlatJaxpr, known: dict[Hashable, Rule | None]) -> list[Rule | None]:
+# Whether an equation can be done for parts along a label.
+Works: TypeAlias = Callable[[Equation, FlatJaxpr, Rule, int], bool]
+
+
+def rules(
+    flat: FlatJaxpr, works: Works, known: dict[Hashable, Rule | None]
+) -> list[Rule | None]:
     """The rule of each equation; None for one that does everything at once.
 
     Args:
       flat: the function. All distinct equations are lowered side by side in one module.
+      works: says along which labels.
       known: the rules found before; grows.
     """
     new: dict[Hashable, Equation] = {}
+    lowered: dict[Hashable, Equation] = {}
     keys: list[Hashable] = []
     for e in flat.equations:
         key = _key(e, flat) if _may_have_a_rule(e, flat) else None
         keys.append(key)
         if key is None or key in known:
             continue
+        new[key] = e
         by_hand = _BY_HAND.get(e.name)
         if by_hand is None:
-            new.setdefault(key, e)
+            lowered[key] = e
         else:
             known[key] = by_hand(e, _types(e, flat), [flat.types[v] for v in e.outputs])
-    if new:
-        known.update(zip(new, _rules(list(new.values()), flat), strict=True))
+    if lowered:
+        known.update(zip(lowered, _rules(list(lowered.values()), flat), strict=True))
+    for key, e in new.items():
+        known[key] = _that_works(known[key], functools.partial(works, e, flat))
     return [None if key is None else known[key] for key in keys]
+
+
+def _that_works(rule: Rule | None, works: Callable[[Rule, int], bool]) -> Rule | None:
+    """A rule, with the labels along which the equation can be done for parts."""
+    if rule is None:
+        return None
+    labels = {x for each in (*rule.operands, *rule.results) for x in each}
+    bad = {x for x in labels if x is not None and not works(rule, x)}
+    return _without(rule, bad)
+
+
+def _without(rule: Rule, bad: Collection[int]) -> Rule | None:
+    without = lambda each: tuple(None if x in bad else x for x in each)
+    rule = Rule(
+        tuple(map(without, rule.operands)),
+        tuple(map(without, rule.results)),
+        rule.reduced.difference(bad),
+    )
+    return rule if any(_labels(rule)) else None
 
 
 def _may_have_a_rule(e: Equation, flat: FlatJaxpr) -> bool:
@@ -170,10 +206,10 @@ class _Reader:
         if op.name == "func.return":
             self._returned = list(op.operands)
             return
-        if op.name == "stablehlo.iota" or _is_splat(op):
-            return  # made anew for a part
+        if _is_splat(op):
+            return  # it has no positions
         values = [*op.operands, *op.results]
-        rule = _shardys(op)
+        rule = None if op.name in _POSITIONAL else _shardys(op)
         if op.name in _ELEMENTWISE and len({tuple(_shape(v)) for v in values}) == 1:
             for dim in range(len(_shape(values[0]))):
                 self._join([(hash(v), dim) for v in values])
@@ -243,15 +279,7 @@ class _Reader:
         # What is cut in one result must be so in all.
         bad |= {x for x in written if any(x not in each for each in outputs)}
 
-        def without(each: tuple[int | None, ...]) -> tuple[int | None, ...]:
-            return tuple(None if x in bad else x for x in each)
-
-        rule = Rule(
-            tuple(map(without, operands)),
-            tuple(map(without, outputs)),
-            frozenset(combined),
-        )
-        return rule if any(_labels(rule)) else None
+        return _without(Rule(operands, outputs, frozenset(combined)), bad)
 
 
 def _labels(rule: Rule) -> Iterator[bool]:
@@ -274,6 +302,14 @@ def _shape(value: Any) -> list[int]:
 
 
 # -- by hand: what reads positions, and what Shardy has no rule for ----------------------
+
+
+def _iota(e: Equation, operands: Sequence[Type], results: Sequence[Type]) -> Rule | None:
+    del e
+    if operands:  # sizes that are not known
+        return None
+    labels = _large(results[0], range(len(results[0].shape)))
+    return Rule((), (labels,), frozenset())
 
 
 def _top_k(e: Equation, operands: Sequence[Type], results: Sequence[Type]) -> Rule | None:
@@ -401,7 +437,7 @@ _BY_HAND: dict[str, Callable[[Equation, Sequence[Type], Sequence[Type]], Rule | 
     "argmax": _arg,
     "argmin": _arg,
     **dict.fromkeys("cumsum cumprod cummax cummin cumlogsumexp".split(), _running),
+    "iota": _iota,
     "gather": _gather,
-    "scatter": _scatter,
-    "scatter-add": _scatter,
+    **dict.fromkeys(SCATTERS, _scatter),
 }

@@ -58,8 +58,10 @@ def cut_along_axes(
     Args:
       flat: a function of which something does not fit.
       hosted: values of its arguments and closed-over arrays that are in host memory.
-      arena: bytes on the device.
+      arena: bytes on the device; where there are none, there is no way.
     """
+    if arena <= 0:
+        return
     seen: set[Any] = set()
     known: dict[Any, Any] = {}
     for finer, share in itertools.product(_FINER, _SHARES):
@@ -131,7 +133,7 @@ def _cut(
 ) -> tuple[FlatJaxpr, tuple[Any, ...]]:
     """A function cut in one way, and what was cut how; nothing where nothing was."""
     hosted = {*hosted, *(s.value for s in flat.slices)}
-    stretches = Stretches(flat, rules(flat, known))
+    stretches = Stretches(flat, rules(flat, parts.works, known))
     choice = _Choice(stretches, functools.partial(way, stretches, hosted, room), room)
     choice.cut(stretches.ruled(), room.least)
     many = sum(

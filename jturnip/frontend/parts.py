@@ -1,5 +1,6 @@
 """Equations on parts of their operands, and a stretch of them part by part."""
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from jturnip.frontend import costs
-from jturnip.frontend.axes import COMBINED, SCATTERS
+from jturnip.frontend.axes import COMBINED, SCATTERS, Rule
 from jturnip.frontend.stretches import Along, Stretch, read_by
 from jturnip.frontend.values import Constant, Equation, FlatJaxpr, Type, bind
 
@@ -80,6 +81,42 @@ def _apply(
     return results
 
 
+def works(e: Equation, flat: FlatJaxpr, rule: Rule, label: int) -> bool:
+    """Whether an equation can be done for one position along a label of its rule: sizes
+    may be hidden in parameters."""
+
+    def dim(labels: Sequence[int | None]) -> int | None:
+        return labels.index(label) if label in labels else None
+
+    types = [v.type if isinstance(v, Constant) else flat.types[v] for v in e.inputs]
+    results = [flat.types[v] for v in e.outputs]
+    sides = [
+        *zip(types, rule.operands, strict=True),
+        *zip(results, rule.results, strict=True),
+    ]
+    length = math.gcd(*(t.shape[d] for t, x in sides if (d := dim(x)) is not None))
+
+    def cut(t: Type, labels: Sequence[int | None]) -> tuple[int, int] | None:
+        d = dim(labels)
+        return None if d is None else (d, t.shape[d] // length)
+
+    def part(t: Type, labels: Sequence[int | None]) -> Type:
+        d = dim(labels)
+        return t if d is None else t.part(d, t.shape[d] // length)
+
+    of_operands = [part(*pair) for pair in zip(types, rule.operands, strict=True)]
+    shapes = [part(*pair).shape for pair in zip(results, rule.results, strict=True)]
+    along = Along(
+        tuple(cut(*pair) for pair in zip(types, rule.operands, strict=True)),
+        cut(results[0], rule.results[0]),
+    )
+    try:
+        on_part(e, of_operands, shapes, along)
+    except Exception:  # whatever a primitive says of what it was not made for
+        return False
+    return True
+
+
 def _column(indices: Any, column: int, change: Callable[[Any], Any]) -> Any:
     """Indices, one column of which is changed."""
     here = lax.broadcasted_iota(np.int32, indices.shape, indices.ndim - 1) == column
@@ -107,7 +144,8 @@ def _gathered(
         return found
     assert dim is not None
     column, begin = numbers.start_index_map.index(dim), low * scale
-    if mode == lax.GatherScatterMode.CLIP:
+    if mode != lax.GatherScatterMode.FILL_OR_DROP:
+        # So does XLA with what was promised to be in bounds, and is not.
         indices = _column(indices, column, lambda x: jnp.clip(x, 0, whole[dim] - 1))
     begin = lax.convert_element_type(begin, indices.dtype)
     wanted = indices[..., column]

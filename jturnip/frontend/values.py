@@ -3,6 +3,7 @@
 There are no scopes: a value is a number, an equation names the values it reads and writes.
 """
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -49,7 +50,12 @@ class Type:
 
     def rows(self, count: int) -> "Type":
         """The type of `count` of its rows."""
-        return Type((count, *self.shape[1:]), self.dtype, self.weak_type)
+        return self.part(0, count)
+
+    def part(self, dim: int, length: int) -> "Type":
+        """The type of so many positions along a dimension."""
+        shape = (*self.shape[:dim], length, *self.shape[dim + 1 :])
+        return dataclasses.replace(self, shape=shape)
 
 
 @dataclass(frozen=True, slots=True)

@@ -291,7 +291,10 @@ def _assert_seen(seen: Expected, program: Program) -> None:
 
 
 def _is_kept_whole(equation: Any) -> bool:
-    """Whether it holds a program, and is no part that a loop was cut into."""
+    """Whether it holds a program, and is no part that a loop was cut into, nor a stretch
+    that is done in blocks."""
+    if str(equation.origin.params.get("name")).startswith("blocks_of_"):
+        return False
     if _COMBINERS.fullmatch(equation.name) or not _bodies(equation.origin):
         return False
     # A part is called by the loop, and is not what stands in it.

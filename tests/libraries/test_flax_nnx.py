@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 from half import assert_half_is_enough, filled
 
-import jturnip
-
 
 nnx = pytest.importorskip("flax.nnx", exc_type=ImportError)
 optax = pytest.importorskip("optax", exc_type=ImportError)
@@ -111,12 +109,6 @@ class Tied(nnx.Module):
         return self.embed.attend(x + self.down(nnx.relu(self.up(x))))
 
 
-@pytest.mark.xfail(
-    raises=jturnip.DoesNotFit,
-    strict=True,
-    reason="the sum of the embedding's two gradients needs three arrays of its size at"
-    " once: no task writes over what it reads last",
-)
 def test_tied_embeddings_step():
     graph, params = nnx.split(nnx.eval_shape(lambda: Tied(nnx.Rngs(0))))
 

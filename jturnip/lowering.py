@@ -536,7 +536,8 @@ def _build(
         name = f"closed-over array {number}"
         add(value, Role.CONSTANT, name=name, **_start(constant_whose(array)))
     for cut in flat.slices:
-        name = f"{buffers[of_value[cut.source]].name}[{cut.start}:{cut.stop}]"
+        part = cut.window.text(flat.types[cut.source].shape)
+        name = f"{buffers[of_value[cut.source]].name}{part}"
         add(cut.value, Role.INPUT, name=name, start=Place.HOST)
     written = flat.written_outputs
     results = frozenset(written)

@@ -21,7 +21,7 @@ from jturnip import compat, memory, placement
 from jturnip.compiler import nans
 from jturnip.errors import ArgumentError, ExecutionError
 from jturnip.frontend.hints import calls_out
-from jturnip.frontend.values import FlatJaxpr, Parts, Slice, Type, is_packed
+from jturnip.frontend.values import FlatJaxpr, Parts, Slice, Type, Window, is_packed
 from jturnip.graph.memgraph import MemGraph, OpKind
 from jturnip.graph.plan import Plan
 from jturnip.graph.taskgraph import TaskGraph
@@ -36,7 +36,7 @@ from jturnip.runtime.engines import (
     make_program,
     return_marks,
 )
-from jturnip.runtime.hoststacks import Assembled, Assembly, rows_of
+from jturnip.runtime.hoststacks import Assembled, Assembly, parts_of
 from jturnip.runtime.link import SimulatedLink
 from jturnip.runtime.loop import Running
 from jturnip.runtime.report import RunReport
@@ -343,7 +343,7 @@ class SplitRunner:
         for instance, closed_over in self._closed_over:
             arrays[instance] = closed_over.array
         for source, instances, cuts in self._cut:
-            rows = rows_of(arrays[source], cuts)
+            rows = parts_of(arrays[source], cuts)
             for instance, array in zip(instances, rows, strict=True):
                 arrays[instance] = array
         for instance, array in self._held.items():
@@ -472,9 +472,9 @@ def _ends_in_python(split: Split, memgraph: MemGraph) -> bool:
 
 def _cut_arrays(
     split: Split, start: dict[int, int]
-) -> tuple[tuple[int, tuple[int, ...], tuple[tuple[int, int], ...]], ...]:
-    """Arrays in host memory that are read in rows: instance of the array, instances of
-    the rows, first and past last row of each."""
+) -> tuple[tuple[int, tuple[int, ...], tuple[Window, ...]], ...]:
+    """Arrays in host memory that are read in parts: instance of the array, instances of
+    the parts, and where each is."""
     of_source: dict[int, list[Slice]] = {}
     for cut in split.flat.slices:
         of_source.setdefault(cut.source, []).append(cut)
@@ -483,7 +483,7 @@ def _cut_arrays(
         (
             at(source),
             tuple(at(c.value) for c in cuts),
-            tuple((c.start, c.stop) for c in cuts),
+            tuple(c.window for c in cuts),
         )
         for source, cuts in of_source.items()
     )
@@ -516,11 +516,10 @@ def _assembled(
     ends: dict[int, int],
 ) -> Assembled:
     flat, buffers = split.flat, split.buffers
-    parts, row = [], 0
-    for v in output.values:
-        rows = flat.types[v].shape[0]
-        parts.append((ends[buffers[v]], row, row + rows))
-        row += rows
+    parts = tuple(
+        (ends[buffers[v]], window)
+        for v, window in zip(output.values, output.windows, strict=True)
+    )
     argument = split.reuses.get(position)
     readers: tuple[tuple[int, ...], ...] = ()
     if argument is not None:
@@ -529,15 +528,11 @@ def _assembled(
         readers = tuple(
             (
                 start[buffers[source]],
-                *(
-                    start[buffers[c.value]]
-                    for c in cuts
-                    if c.start < end and begin < c.stop
-                ),
+                *(start[buffers[c.value]] for c in cuts if c.window.meets(window)),
             )
-            for _, begin, end in parts
+            for _, window in parts
         )
-    return Assembled(output.type, tuple(parts), argument, readers)
+    return Assembled(output.type, parts, argument, readers)
 
 
 def _raise_failures(results: Sequence[Any]) -> None:

@@ -1,6 +1,6 @@
 """Axes of equations, and functions cut along them, against the functions themselves."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -71,20 +71,25 @@ def evaluated(flat: FlatJaxpr, *args: Any) -> list[Any]:
         values = dict(zip(flat.inputs, args, strict=True))
         values.update(flat.constants)
         for s in flat.slices:
-            values[s.value] = values[s.source][s.start : s.stop]
+            values[s.value] = values[s.source][s.window.index]
         for e in flat.equations:
             read = [v.value if isinstance(v, Constant) else values[v] for v in e.inputs]
             for v, x in zip(e.outputs, e.bind(read), strict=True):
                 assert (x.shape, x.dtype) == (flat.types[v].shape, flat.types[v].dtype)
                 values[v] = x
         return [
-            jnp.concatenate([values[v] for v in o.values])
-            if isinstance(o, Parts)
-            else values[o]
-            for o in flat.outputs
+            together(o, values) if isinstance(o, Parts) else values[o] for o in flat.outputs
         ]
 
     return jax.jit(run)(args)
+
+
+def together(parts: Parts, values: Mapping[int, Any]) -> Any:
+    """A result that is left in parts; what none of them is stays a number that is wrong."""
+    whole = jnp.full(parts.type.shape, 77, parts.type.dtype)
+    for v, window in zip(parts.values, parts.windows, strict=True):
+        whole = whole.at[window.index].set(values[v])
+    return whole
 
 
 def numbers(*shape: int, dtype: Any = np.float32) -> np.ndarray:

@@ -19,15 +19,20 @@ QUICK = (
     "a stack of convolutions",
     "a product of matrices",
 )
+# The same for what tries many budgets.
+VERY_QUICK = ("nearest neighbours", "a product of matrices")
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
+def on_all(quick: tuple[str, ...]) -> pytest.MarkDecorator:
+    """For each of the functions; slow but for some."""
+    params = [
+        name if name in quick else pytest.param(name, marks=pytest.mark.slow)
         for name in CASES
-    ],
-)
+    ]
+    return pytest.mark.parametrize("case", params, indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module")
 def case(request: pytest.FixtureRequest) -> Case:
     return CASES[request.param]
 
@@ -40,6 +45,7 @@ def stock(case: Case) -> tuple[Any, int]:
     return compiled(*args), whole_bytes(compiled)
 
 
+@on_all(QUICK)
 def test_it_runs_in_what_xla_needs(case: Case, stock: tuple[Any, int]):
     expected, peak = stock
     fn = jturnip.jit(case.fn, peak)
@@ -49,6 +55,7 @@ def test_it_runs_in_what_xla_needs(case: Case, stock: tuple[Any, int]):
     assert fn.last_run.peak_bytes <= peak
 
 
+@on_all(QUICK)
 @pytest.mark.parametrize("share", [2, 4, 8])
 def test_it_is_right_in_less_or_refused(case: Case, stock: tuple[Any, int], share: int):
     """A refusal asks for no more than XLA needs, and for what is enough."""
@@ -63,6 +70,7 @@ def test_it_is_right_in_less_or_refused(case: Case, stock: tuple[Any, int], shar
     assert_same(found, expected, ulps=64)
 
 
+@on_all(VERY_QUICK)
 def test_the_minimum_is_one(case: Case, stock: tuple[Any, int]):
     """It runs there, and not in 3% less."""
     expected, peak = stock

@@ -23,7 +23,15 @@ from jax import lax
 from jturnip.frontend import parts
 from jturnip.frontend.axes import rules
 from jturnip.frontend.stretches import Stretch, Stretches, read_by
-from jturnip.frontend.values import Constant, Equation, FlatJaxpr, Parts, Slice, Type
+from jturnip.frontend.values import (
+    Constant,
+    Equation,
+    FlatJaxpr,
+    Parts,
+    Slice,
+    Type,
+    Window,
+)
 from jturnip.units import padded
 
 
@@ -244,7 +252,7 @@ def _into_tasks(
     does, or none are."""
     flat = stretches.flat
     block = _AT_ONCE * stretch.widest_bytes(flat)
-    if stretch.loops > 1 or _nbytes(flat, _held(stretch)) + block <= room.arena:
+    if _nbytes(flat, _held(stretch)) + block <= room.arena:
         return None
     if _into_blocks(stretches, hosted, room, stretch) is not None:
         return None
@@ -278,9 +286,9 @@ def _into_tasks(
 def _may_be_sliced(
     stretches: Stretches, hosted: Collection[int], stretch: Stretch, v: int
 ) -> bool:
-    """Whether tasks can read their rows of what enters, in host memory."""
+    """Whether tasks can read their parts of what enters, in host memory."""
     return v in hosted and all(
-        stretch.uses.get((i, position)) == 0
+        (i, position) in stretch.uses
         for i in stretch.equations
         for position, read in enumerate(stretches.flat.equations[i].inputs)
         if not isinstance(read, Constant) and read == v
@@ -289,9 +297,8 @@ def _may_be_sliced(
 
 def _may_be_left(stretches: Stretches, stretch: Stretch, v: int) -> bool:
     """Whether the parts of a value may be put together in host memory at the end."""
-    readers = stretches.readers.get(v, ())
-    inside = set(stretch.equations).issuperset(readers)
-    return stretch.dims.get(v) == 0 and v in stretches.flat.outputs and inside
+    inside = set(stretch.equations).issuperset(stretches.readers.get(v, ()))
+    return v in stretch.dims and v in stretches.flat.result_values and inside
 
 
 def _size(length: int, wanted: int) -> int:
@@ -312,6 +319,7 @@ class _New:
         self._types = list(self._flat.types)
         self._outputs = list(self._flat.outputs)
         self._slices = {s.value: s for s in self._flat.slices}
+        self._windows: dict[tuple[int, Window], int] = {}
         self._equations: list[Equation] = []
         # Equations made for one part, which others have too.
         self._known: dict[Any, Any] = {}
@@ -387,35 +395,56 @@ class _New:
         return len(self._types) - 1
 
     def _in_tasks(self, cutting: _Tasks) -> None:
-        stretch = cutting.stretch
-        pieces: dict[int, list[int]] = {v: [] for v in stretch.leaving}
-        for low in range(0, stretch.length, cutting.size):
-            part = self._part(cutting, low)
-            last = low + cutting.size >= stretch.length
-            for v, sofar in pieces.items():
-                if v in stretch.dims or not sofar:
-                    sofar.append(part[v])
-                else:  # partial results are combined as they come
-                    sofar[:] = [self._combined(stretch, v, sofar[0], part[v], last)]
-        for v, values in pieces.items():
-            if v in cutting.left_in_parts:
-                self._outputs[self._outputs.index(v)] = Parts(tuple(values), self._types[v])
-            elif v in stretch.dims:
-                closed = _joining(tuple(self._types[p] for p in values), stretch.dims[v])
-                self._ours(closed, values, (v,), ())
+        flat, stretch = self._flat, cutting.stretch
+        # What each part of a value is, by its first position.
+        made: dict[int, dict[int, int]] = {low: {} for low in _lows(cutting)}
+        sofar: dict[int, int] = {}
+        for each in stretch.passes(flat):
+            self._equations.extend(flat.equations[i] for i in each.once)
+            for low, before in made.items():
+                part = self._part(cutting, each.steps, low, before)
+                before.update((v, part[v]) for v in each.wanted if v in stretch.dims)
+                for v in each.wanted:
+                    if v in stretch.reduced:  # partial results are combined as they come
+                        last = low == max(made)
+                        sofar[v] = self._combined(stretch, v, sofar.get(v), part[v], last)
+        for v in stretch.leaving:
+            if v in stretch.dims:
+                self._put_together(cutting, v, [part[v] for part in made.values()])
 
-    def _combined(self, stretch: Stretch, v: int, sofar: int, part: int, last: bool) -> int:
+    def _put_together(self, cutting: _Tasks, v: int, values: Sequence[int]) -> None:
+        dim, t = cutting.stretch.dims[v], self._types[v]
+        if v in cutting.left_in_parts:
+            self._outputs = [
+                _with_parts(o, v, Parts.along(dim, values, self._types, t))
+                for o in self._outputs
+            ]
+        else:
+            closed = _joining(tuple(self._types[p] for p in values), dim)
+            self._ours(closed, values, (v,), ())
+
+    def _combined(
+        self, stretch: Stretch, v: int, sofar: int | None, part: int, last: bool
+    ) -> int:
+        if sofar is None:
+            return part
         name, t = self._flat.equations[stretch.reduced[v]].name, self._types[sofar]
         total = v if last else self._value(t)
         closed = _combining(name, t, self._types[total].dtype)
         self._ours(closed, (sofar, part), (total,), ())
         return total
 
-    def _part(self, cutting: _Tasks, low: int) -> Mapping[int, int]:
-        """Adds the equations of one part; returns what each value is there."""
+    def _part(
+        self, cutting: _Tasks, steps: Sequence[int], low: int, made: Mapping[int, int]
+    ) -> Mapping[int, int]:
+        """Adds some equations for one part; returns what each value is there.
+
+        Args:
+          made: what some values are there already.
+        """
         flat, stretch = self._flat, cutting.stretch
         length = min(cutting.size, stretch.length - low)
-        of_part: dict[int, int] = {}
+        of_part: dict[int, int] = {**made}
         cut: dict[tuple[int, int], int] = {}
 
         def read(i: int, position: int, v: int | Constant) -> int | Constant:
@@ -423,11 +452,11 @@ class _New:
             if isinstance(v, Constant) or v in of_part or dim is None:
                 return v if isinstance(v, Constant) else of_part.get(v, v)
             if (v, dim) not in cut:
-                make = self._rows if v in cutting.sliced else self._cut
+                make = self._window if v in cutting.sliced else self._cut
                 cut[v, dim] = make(stretch, v, dim, low, length)
             return cut[v, dim]
 
-        for i in stretch.equations:
+        for i in steps:
             e = flat.equations[i]
             inputs = [read(i, position, v) for position, v in enumerate(e.inputs)]
             types = [v.type if isinstance(v, Constant) else self._types[v] for v in inputs]
@@ -442,14 +471,18 @@ class _New:
             of_part.update(zip(e.outputs, outputs, strict=True))
         return of_part
 
-    def _rows(self, stretch: Stretch, v: int, dim: int, low: int, length: int) -> int:
-        """The rows of an array in host memory that a part reads."""
+    def _window(self, stretch: Stretch, v: int, dim: int, low: int, length: int) -> int:
+        """The part of an array in host memory that a task reads."""
         scale = stretch.scale(self._flat, v, dim)
-        before = self._slices.get(v, Slice(v, v, 0, 0))
-        start = before.start + low * scale
-        value = self._value(self._types[v].rows(length * scale))
-        self._slices[value] = Slice(value, before.source, start, start + length * scale)
-        return value
+        whole = Slice(v, v, Window.of(self._types[v].shape))
+        before = self._slices.get(v, whole)
+        window = before.window.part(dim, low * scale, (low + length) * scale)
+        key = before.source, window
+        if key not in self._windows:
+            value = self._value(self._types[v].part(dim, length * scale))
+            self._slices[value] = Slice(value, *key)
+            self._windows[key] = value
+        return self._windows[key]
 
     def _cut(self, stretch: Stretch, v: int, dim: int, low: int, length: int) -> int:
         scale = stretch.scale(self._flat, v, dim)
@@ -482,6 +515,27 @@ class _New:
             written = tuple(values[v] for v in eqn.outvars)
             assert all(isinstance(v, int) for v in written)
             self._equations.append(Equation(eqn, read, written, calls, ours=True))  # pyright: ignore[reportArgumentType]
+
+
+def _lows(cutting: _Tasks) -> range:
+    """The first position of each part."""
+    return range(0, cutting.stretch.length, cutting.size)
+
+
+def _with_parts(output: int | Parts, v: int, made: Parts) -> int | Parts:
+    """A result that is a value, or has it as a part, with its parts instead."""
+    if output == v:
+        return made
+    if not isinstance(output, Parts) or v not in output.values:
+        return output
+    at = output.values.index(v)
+    window = output.windows[at]
+    inside = tuple(w.within(window) for w in made.windows)
+    return Parts(
+        (*output.values[:at], *made.values, *output.values[at + 1 :]),
+        (*output.windows[:at], *inside, *output.windows[at + 1 :]),
+        output.type,
+    )
 
 
 def _calls(e: Equation) -> tuple[Any, ...]:

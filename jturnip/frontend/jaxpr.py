@@ -29,6 +29,7 @@ from jturnip.frontend.values import (
     Parts,
     Slice,
     Type,
+    Window,
     bind,
     is_key,
     is_packed,
@@ -763,7 +764,7 @@ class _Flattener:
             if pieces is not None:
                 assert isinstance(result, Stack)
                 own = tuple(self._own(p, taken) for p in pieces)
-                outputs.append(Parts(own, result.type))
+                outputs.append(Parts.along(0, own, self._types, result.type))
             elif isinstance(value, int) and value in of and value not in outputs:
                 outputs.append(value)
             else:
@@ -798,7 +799,7 @@ class _Flattener:
         equations = _live(self._equations, wanted)
         used = {v for e in equations for v in e.inputs if isinstance(v, int)}
         slices = tuple(
-            Slice(v, source, start, stop)
+            Slice(v, source, Window.of(self._types[source].shape).part(0, start, stop))
             for (source, start, stop), v in self._slices.items()
             if v in used
         )

@@ -1,7 +1,7 @@
 """Equations on parts of their operands, and a stretch of them part by part."""
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ from jax import lax
 
 from jturnip.frontend import costs
 from jturnip.frontend.axes import COMBINED, SCATTERS, Rule
-from jturnip.frontend.stretches import Along, Stretch, read_by
+from jturnip.frontend.stretches import Along, Pass, Stretch
 from jturnip.frontend.values import Constant, Equation, FlatJaxpr, Type, bind
 
 
@@ -286,30 +286,18 @@ class _Blockwise:
 
     def run(self, values: dict[int, Any]) -> list[Any]:
         """What leaves the stretch, of what enters it."""
-        stretch = self._stretch
-        for number in range(stretch.loops):
-            mine = [i for i in stretch.equations if stretch.loop[i] == number]
-            for i in mine:
-                if i not in stretch.working:
-                    e = self._flat.equations[i]
-                    read = [
-                        v.value if isinstance(v, Constant) else values[v] for v in e.inputs
-                    ]
-                    values.update(zip(e.outputs, e.bind(read), strict=True))
-            wanted = [
-                v
-                for i in mine
-                if i in stretch.working
-                for v in self._flat.equations[i].outputs
-                if v in stretch.reduced or (v in stretch.leaving and v in stretch.dims)
-            ]
-            if wanted:
-                values.update(self._loop(wanted, values))
-        return [values[v] for v in stretch.leaving]
+        for each in self._stretch.passes(self._flat):
+            for i in each.once:
+                e = self._flat.equations[i]
+                read = [v.value if isinstance(v, Constant) else values[v] for v in e.inputs]
+                values.update(zip(e.outputs, e.bind(read), strict=True))
+            if each.wanted:
+                values.update(self._loop(each, values))
+        return [values[v] for v in self._stretch.leaving]
 
-    def _loop(self, wanted: Sequence[int], values: Mapping[int, Any]) -> dict[int, Any]:
+    def _loop(self, each: Pass, values: Mapping[int, Any]) -> dict[int, Any]:
         """Some values, made block by block."""
-        steps = self._steps(wanted, values)
+        steps, wanted = each.steps, each.wanted
         size = self._size
         count, rest = divmod(self._stretch.length, size)
 
@@ -318,8 +306,8 @@ class _Blockwise:
             pairs = zip(wanted, sofar, strict=True)
             return [self._with_block(v, before, block[v], start) for v, before in pairs]
 
-        each = lambda n, sofar: add(sofar, n * size, size)
-        made = lax.fori_loop(0, count, each, [self._begin(v) for v in wanted])
+        body = lambda n, sofar: add(sofar, n * size, size)
+        made = lax.fori_loop(0, count, body, [self._begin(v) for v in wanted])
         if rest:
             made = add(made, count * size, rest)
         return {
@@ -342,17 +330,6 @@ class _Blockwise:
 
     def _reducer(self, v: int) -> str:
         return self._flat.equations[self._stretch.reduced[v]].name
-
-    def _steps(self, wanted: Sequence[int], there: Collection[int]) -> list[int]:
-        """The equations that make a block of some values, of what is there."""
-        needed = set(wanted)
-        steps = []
-        for i in reversed(self._stretch.equations):
-            e = self._flat.equations[i]
-            if i in self._stretch.working and needed.intersection(e.outputs):
-                steps.append(i)
-                needed.update(v for v in read_by(e) if v not in there)
-        return steps[::-1]
 
     def _block(
         self, steps: Sequence[int], values: Mapping[int, Any], start: Any, size: int

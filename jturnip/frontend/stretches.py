@@ -29,6 +29,17 @@ class Along:
 
 
 @dataclass(frozen=True, slots=True)
+class Pass:
+    """One way through all parts."""
+
+    # Equations that are done once before it, those that are done for each part, and the
+    # values that those are for: reduced ones, and what leaves in parts.
+    once: tuple[int, ...]
+    steps: tuple[int, ...]
+    wanted: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Stretch:
     """Equations to be done part by part along one axis."""
 
@@ -53,6 +64,37 @@ class Stretch:
     def loops(self) -> int:
         """How many loops there are."""
         return 1 + max(self.loop.values())
+
+    def passes(self, flat: FlatJaxpr) -> Iterator[Pass]:
+        """What is done for each part, loop by loop. What a later loop needs of a part that
+        does not leave it does anew: to keep it is to write down what is large."""
+        there = set(self.entering)
+        for number in range(self.loops):
+            mine = [i for i in self.equations if self.loop[i] == number]
+            once = tuple(i for i in mine if i not in self.working)
+            there.update(v for i in once for v in flat.equations[i].outputs)
+            wanted = tuple(
+                v
+                for i in mine
+                if i in self.working
+                for v in flat.equations[i].outputs
+                if v in self.reduced or (v in self.leaving and v in self.dims)
+            )
+            yield Pass(once, self._steps(flat, wanted, there), wanted)
+            there.update(wanted)
+
+    def _steps(
+        self, flat: FlatJaxpr, wanted: Collection[int], there: Collection[int]
+    ) -> tuple[int, ...]:
+        """The equations that make a part of some values, of what is there."""
+        needed = set(wanted)
+        steps = []
+        for i in reversed(self.equations):
+            e = flat.equations[i]
+            if i in self.working and needed.intersection(e.outputs):
+                steps.append(i)
+                needed.update(v for v in read_by(e) if v not in there)
+        return tuple(reversed(steps))
 
     def scale(self, flat: FlatJaxpr, v: int, dim: int) -> int:
         """How many positions along a dimension are one along the axis."""

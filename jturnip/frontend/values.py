@@ -4,6 +4,7 @@ There are no scopes: a value is a number, an equation names the values it reads 
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -132,22 +133,75 @@ def source_line(own: Sequence[Any], calls: Sequence[Any]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class Window:
+    """Some positions along each dimension of an array: the first, and past the last."""
+
+    bounds: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, shape: Sequence[int]) -> "Window":
+        """All of an array."""
+        return cls(tuple((0, n) for n in shape))
+
+    def part(self, dim: int, start: int, stop: int) -> "Window":
+        """Some of these positions, counted from the first."""
+        first = self.bounds[dim][0]
+        here = (first + start, first + stop)
+        return Window((*self.bounds[:dim], here, *self.bounds[dim + 1 :]))
+
+    def within(self, outer: "Window") -> "Window":
+        """The same positions where the array is itself a window."""
+        pairs = zip(self.bounds, outer.bounds, strict=True)
+        return Window(tuple((a + first, b + first) for (a, b), (first, _) in pairs))
+
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """As numpy takes it."""
+        return tuple(itertools.starmap(slice, self.bounds))
+
+    def meets(self, other: "Window") -> bool:
+        """Whether there is a position in both."""
+        pairs = zip(self.bounds, other.bounds, strict=True)
+        return all(a < d and c < b for (a, b), (c, d) in pairs)
+
+    def text(self, shape: Sequence[int]) -> str:
+        """As it is written behind the name of an array of this shape."""
+        words = [
+            ":" if (a, b) == (0, n) else f"{a}:{b}"
+            for (a, b), n in zip(self.bounds, shape, strict=True)
+        ]
+        while len(words) > 1 and words[-1] == ":":
+            words.pop()
+        return f"[{', '.join(words)}]"
+
+
+@dataclass(frozen=True, slots=True)
 class Slice:
-    """A value that is some rows of an array in host memory; nobody computes it."""
+    """A value that is a part of an array in host memory; nobody computes it."""
 
     value: int
     # The value of the argument or closed-over array it is cut from.
     source: int
-    start: int
-    stop: int
+    window: Window
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """A result that exists as parts along its first axis, to be put together at the end."""
+    """A result that exists as parts, to be put together in host memory."""
 
     values: tuple[int, ...]
+    windows: tuple[Window, ...]
     type: Type
+
+    @classmethod
+    def along(
+        cls, dim: int, values: Sequence[int], types: Sequence[Type], t: Type
+    ) -> "Parts":
+        """Parts of these types, one after the other along a dimension."""
+        ends = list(itertools.accumulate(types[v].shape[dim] for v in values))
+        bounds = zip([0, *ends], ends, strict=False)
+        windows = tuple(Window.of(t.shape).part(dim, a, b) for a, b in bounds)
+        return cls(tuple(values), windows, t)
 
 
 def values_of(output: int | Parts) -> tuple[int, ...]:

@@ -1,8 +1,8 @@
-"""Large arrays in host memory, read and written some rows at a time.
+"""Large arrays in host memory, read and written part by part.
 
-Reading: the rows of an argument are views of its memory, of which no copy is kept. Writing:
-a result's parts are copied to their rows as they arrive, into the memory of a donated
-argument if nobody else knows that memory.
+Reading: the parts of an argument are views of its memory, of which no copy is kept.
+Writing: a result's parts are copied to their places as they arrive, into the memory of a
+donated argument if nobody else knows that memory.
 """
 
 import ctypes
@@ -15,29 +15,29 @@ import jax
 import numpy as np
 
 from jturnip import compat, memory
-from jturnip.frontend.values import Type
+from jturnip.frontend.values import Type, Window
 from jturnip.memory import view
 
 
-def rows_of(
-    array: jax.Array, cuts: tuple[tuple[int, int], ...]
-) -> list[jax.Array | np.ndarray]:
-    """Some rows of an array in host memory, to be read from there.
+def parts_of(array: jax.Array, windows: Sequence[Window]) -> list[jax.Array | np.ndarray]:
+    """Parts of an array in host memory, to be read from there.
 
     Args:
       array: in `pinned_host` memory.
-      cuts: first and past last row of each.
+      windows: where each part is.
 
     Returns:
-      For each cut an array that shares its memory; where the backend has none such (the
-      CPU's has where rows begin at whole cache lines), numpy's view of it.
+      For each window an array that shares its memory; where the backend has none such (the
+      CPU's has for what is contiguous and begins at a whole cache line), numpy's view.
     """
     contents = view(array)
-    pieces = [contents[start:stop] for start, stop in cuts]
+    pieces = [contents[window.index] for window in windows]
     if not _is_within_reach(array):
         return list(pieces)
     return [
-        p if p.ctypes.data % memory.ALIGNMENT else memory.from_numpy(p, array.sharding)
+        memory.from_numpy(p, array.sharding)
+        if p.flags.c_contiguous and not p.ctypes.data % memory.ALIGNMENT
+        else p
         for p in pieces
     ]
 
@@ -47,8 +47,8 @@ class Assembled:
     """A result that is put together in host memory."""
 
     type: Type
-    # Host instance of each part, and its first and past last row.
-    parts: tuple[tuple[int, int, int], ...]
+    # Host instance of each part, and where it belongs.
+    parts: tuple[tuple[int, Window], ...]
     # Position of the donated argument whose memory it may take over, and for each part the
     # host instances whose readers must then be over before it is written.
     argument: int | None = None
@@ -58,7 +58,7 @@ class Assembled:
 class Assembly:
     """The results that one run puts together.
 
-    Invariant: a part is in `_target` or, while its rows are still to be read, in `_late`.
+    Invariant: a part is in `_target` or, while its place is still to be read, in `_late`.
     """
 
     def __init__(self, results: Sequence[Assembled]):
@@ -66,8 +66,8 @@ class Assembly:
         # The donated argument whose memory a result takes over, and what is written to.
         self._taken: list[jax.Array | None] = [None] * len(results)
         self._target: list[np.ndarray] = []
-        # Host instance → (number of the result, first row, past last row, readers)
-        self._of: dict[int, tuple[int, int, int, tuple[int, ...]]] = {}
+        # Host instance → (number of the result, its place there, readers)
+        self._of: dict[int, tuple[int, Window, tuple[int, ...]]] = {}
         self._late: list[tuple[int, jax.Array]] = []
 
     def take_over(self, leaves: Sequence[Any], keep: Container[int] = ()) -> list[Any]:
@@ -86,9 +86,9 @@ class Assembly:
                 self._target.append(contents)
             else:
                 self._target.append(_empty(result.type))
-            for k, (instance, start, stop) in enumerate(result.parts):
+            for k, (instance, window) in enumerate(result.parts):
                 readers = result.readers[k] if in_place else ()
-                self._of[instance] = number, start, stop, readers
+                self._of[instance] = number, window, readers
         return leaves
 
     @property
@@ -116,17 +116,17 @@ class Assembly:
           array: its array, which may not be ready.
           unread: whether a host instance is still to be read.
         """
-        number, start, stop, readers = self._of[instance]
+        number, window, readers = self._of[instance]
         if any(map(unread, readers)):
             self._late.append((instance, array))
             return None
-        return lambda: np.copyto(self._target[number][start:stop], view(array))
+        return lambda: np.copyto(self._target[number][window.index], view(array))
 
     def finish(self, sharding: jax.sharding.Sharding) -> list[jax.Array]:
         """The results, when all parts have arrived and nothing is to be read any more."""
         for instance, array in self._late:
-            number, start, stop, _ = self._of[instance]
-            np.copyto(self._target[number][start:stop], view(array))
+            number, window, _ = self._of[instance]
+            np.copyto(self._target[number][window.index], view(array))
         self._late.clear()
         results = [
             memory.from_numpy(target, sharding) if taken is None else taken

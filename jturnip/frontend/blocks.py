@@ -37,8 +37,8 @@ from jturnip.units import padded
 
 # Values are large from these shares of the budget on, in the order in which they are tried.
 _SHARES = (1.0, 0.5, 0.25, 0.125, 0.0625)
-# Parts are first made as large as is expected to fit, then so many times smaller.
-_FINER = (1, 4)
+# Parts are first made for all there is, then as for so many times less.
+_TIGHTER = (1, 2, 4)
 # What XLA is expected to hold of a block, in values of the widest equation.
 _AT_ONCE = 2
 _MOST_BLOCKS = 256
@@ -72,16 +72,16 @@ def cut_along_axes(
         return
     seen: set[Any] = set()
     known: dict[Any, Any] = {}
-    for finer, share in itertools.product(_FINER, _SHARES):
-        least = max(1, int(arena * share))
+    for tighter, share in itertools.product(_TIGHTER, _SHARES):
+        room = _Room(arena // tighter, max(1, int(arena / tighter * share)))
         cut, key = flat, []
         for _ in range(_AXES):
-            again, how = _cut(cut, hosted, _Room(arena, least, finer), _into_tasks, known)
+            again, how = _cut(cut, hosted, room, _into_tasks, known)
             if not how or len(again.equations) > _MOST_EQUATIONS + len(flat.equations):
                 break
             cut = again
             key.append(how)
-        cut, how = _cut(cut, hosted, _Room(arena, least, finer), _into_blocks, known)
+        cut, how = _cut(cut, hosted, room, _into_blocks, known)
         key.append(how)
         if any(key) and tuple(key) not in seen:
             seen.add(tuple(key))
@@ -99,12 +99,10 @@ def _may_fit(flat: FlatJaxpr, arena: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Room:
-    """What there is, from what size on a value is large, and how much finer than expected
-    to fit parts are made."""
+    """What there is, and from what size on a value is large."""
 
     arena: int
     least: int
-    finer: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,14 +186,14 @@ class _Choice:
         return best is not None
 
     def _cost(self, members: Sequence[int], cutting: _Cutting, dim: int) -> tuple[Any, ...]:
-        """What is not computed twice is best, then what leaves little uncut, then few
-        tasks that need little, then what is contiguous."""
+        """What may fit is best, then what is not computed twice, then what leaves little
+        uncut, then few tasks that need little, then what is contiguous."""
         stretch, equations = cutting.stretch, self._stretches.flat.equations
         left = {v for i in members for v in equations[i].outputs if v not in stretch.dims}
         uncut = _nbytes(self._stretches.flat, left)
         many = -(-stretch.length // cutting.size) if isinstance(cutting, _Tasks) else 1
-        hopeful = cutting.nbytes > self._room.arena
-        return stretch.loops, uncut, hopeful, many, cutting.nbytes, dim
+        hopeless = cutting.nbytes > self._room.arena
+        return hopeless, stretch.loops, uncut, many, cutting.nbytes, dim
 
     def _seeds(self, members: Sequence[int]) -> list[tuple[int, int]]:
         """Dimensions of the largest values that some equations read or write."""
@@ -237,9 +235,9 @@ def _into_blocks(
     whole = _nbytes(flat, _held(stretch)) + _partial_bytes(flat, stretch)
     block = _AT_ONCE * stretch.widest_bytes(flat)
     free = room.arena - whole
-    if free <= 0 or block * room.finer <= free:
+    if free <= 0 or block <= free:
         return None
-    blocks = min(_MOST_BLOCKS, max(2, room.finer * -(-block // free)))
+    blocks = min(_MOST_BLOCKS, max(2, -(-block // free)))
     if blocks > stretch.length:
         return None
     return _Blocks(stretch, _size(stretch.length, blocks), whole + block // blocks)
@@ -275,7 +273,7 @@ def _into_tasks(
         tasks = ahead[0] if ahead and ahead[0] <= _TIMES_AHEAD * fit[0] else fit[0]
         return _Tasks(stretch, _size(stretch.length, tasks), held[tasks], sliced, left)
     # The rest may be cut along another axis: then this one is to leave little.
-    share = room.arena * _OF_AXIS / room.finer
+    share = room.arena * _OF_AXIS
     little = [n for n in counts if in_parts // n <= share < in_parts]
     if not little:
         return None

@@ -312,6 +312,33 @@ def _iota(e: Equation, operands: Sequence[Type], results: Sequence[Type]) -> Rul
     return Rule((), (labels,), frozenset())
 
 
+def _factored(e: Equation, operands: Sequence[Type], results: Sequence[Type]) -> Rule:
+    """Batches of matrices: LAPACK is called for each of them."""
+    matrix = e.name != "lu_pivots_to_permutation"
+    batch = len(operands[0].shape) - (2 if matrix else 1)
+
+    def labels(t: Type) -> tuple[int | None, ...]:
+        return _large(t, [d if d < batch else None for d in range(len(t.shape))])
+
+    return Rule(tuple(map(labels, operands)), tuple(map(labels, results)), frozenset())
+
+
+def _sliced(e: Equation, operands: Sequence[Type], results: Sequence[Type]) -> Rule:
+    """A part of a slice is one of the operand, which is read whole if it is not sliced
+    along that axis."""
+    operand, result = operands[0], results[0]
+    steps = e.origin.params.get("strides") or (1,) * len(result.shape)
+    labels = _large(result, range(len(result.shape)))
+    read = [
+        label if n == m and step == 1 else None
+        for label, n, m, step in zip(
+            labels, operand.shape, result.shape, steps, strict=True
+        )
+    ]
+    positions = ((),) * (len(operands) - 1)
+    return Rule((tuple(read), *positions), (labels,), frozenset())
+
+
 def _top_k(e: Equation, operands: Sequence[Type], results: Sequence[Type]) -> Rule | None:
     del results
     rank = len(operands[0].shape)
@@ -437,6 +464,12 @@ _BY_HAND: dict[str, Callable[[Equation, Sequence[Type], Sequence[Type]], Rule | 
     "argmax": _arg,
     "argmin": _arg,
     **dict.fromkeys("cumsum cumprod cummax cummin cumlogsumexp".split(), _running),
+    **dict.fromkeys(
+        "cholesky lu lu_pivots_to_permutation qr geqrf geqp3 householder_product eig eigh"
+        " svd schur hessenberg tridiagonal tridiagonal_solve triangular_solve".split(),
+        _factored,
+    ),
+    **dict.fromkeys(["slice", "dynamic_slice"], _sliced),
     "iota": _iota,
     "gather": _gather,
     **dict.fromkeys(SCATTERS, _scatter),

@@ -229,7 +229,8 @@ def _partial_bytes(flat: FlatJaxpr, stretch: Stretch) -> int:
 def _into_blocks(
     stretches: Stretches, hosted: Collection[int], room: _Room, stretch: Stretch
 ) -> _Blocks | None:
-    """The fewest blocks that are expected to fit in one task, if any are."""
+    """The fewest blocks that are expected to fit in one task, or as many as there may be:
+    XLA may need less than is expected. None where the whole is expected to fit."""
     del hosted
     flat = stretches.flat
     whole = _nbytes(flat, _held(stretch)) + _partial_bytes(flat, stretch)
@@ -237,9 +238,7 @@ def _into_blocks(
     free = room.arena - whole
     if free <= 0 or block <= free:
         return None
-    blocks = min(_MOST_BLOCKS, max(2, -(-block // free)))
-    if blocks > stretch.length:
-        return None
+    blocks = min(_MOST_BLOCKS, stretch.length, max(2, -(-block // free)))
     return _Blocks(stretch, _size(stretch.length, blocks), whole + block // blocks)
 
 
@@ -252,7 +251,8 @@ def _into_tasks(
     block = _AT_ONCE * stretch.widest_bytes(flat)
     if _nbytes(flat, _held(stretch)) + block <= room.arena:
         return None
-    if _into_blocks(stretches, hosted, room, stretch) is not None:
+    in_blocks = _into_blocks(stretches, hosted, room, stretch)
+    if in_blocks is not None and in_blocks.nbytes <= room.arena:
         return None
     sliced = frozenset(
         v for v in stretch.entering if _may_be_sliced(stretches, hosted, stretch, v)

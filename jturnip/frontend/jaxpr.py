@@ -294,6 +294,8 @@ class _Flattener:
         inner = _INLINED.get(name)
         if inner is not None and inner in eqn.params:
             return self.call(eqn.params[inner], operands, (*calls, eqn))
+        if name == "custom_linear_solve":
+            return self._solved(eqn, operands, calls)
         _check(eqn, calls)
         if hints.is_move(eqn):
             return operands
@@ -315,6 +317,17 @@ class _Flattener:
         if self._streaming is not None and is_driven(eqn, self._streaming):
             return self._driven(eqn, whole, calls, ours)
         return self._emit(eqn, whole, calls, ours)
+
+    def _solved(
+        self, eqn: Any, operands: Sequence[Value], calls: tuple[Any, ...]
+    ) -> Sequence[Value]:
+        """A linear system: its derivative has had its part, the solver is left."""
+        counts = eqn.params["const_lengths"]
+        before = counts.matvec + counts.vecmat
+        own = operands[before : before + counts.solve]
+        return self.call(
+            eqn.params["jaxprs"].solve, [*own, *operands[sum(counts) :]], (*calls, eqn)
+        )
 
     def _apart(
         self, eqn: Any, operands: Sequence[Value], calls: tuple[Any, ...]

@@ -18,25 +18,13 @@ from jturnip.frontend.values import Constant, Equation, FlatJaxpr, Type, bind
 # -- one equation ----------------------------------------------------------------------
 
 
-def _limits(e: Equation, operands: Sequence[Any]) -> tuple[int, ...]:
-    """Where a slice of a part ends: what is cut is not sliced itself."""
-    of = zip(
-        e.origin.params["limit_indices"],
-        e.origin.invars[0].aval.shape,
-        operands[0].shape,
-        strict=True,
-    )
-    return tuple(now if was == limit else limit for limit, was, now in of)
-
-
 # Primitive → what of its parameters is different for parts.
 _OTHER: dict[str, Callable[[Equation, Sequence[Any], tuple[int, ...]], Any]] = {
     "broadcast_in_dim": lambda e, operands, shape: {"shape": shape},
     "iota": lambda e, operands, shape: {"shape": shape},
     "reshape": lambda e, operands, shape: {"new_sizes": shape},
-    "slice": lambda e, operands, shape: {"limit_indices": _limits(e, operands)},
-    "dynamic_slice": lambda e, operands, shape: {"slice_sizes": shape},
 }
+_SLICES = frozenset(["slice", "dynamic_slice"])
 _PRODUCTS = frozenset(["dot_general", "conv_general_dilated"])
 
 
@@ -63,6 +51,8 @@ def _apply(
         results = [_gathered(e, operands, shapes[0], along, low)]
     elif e.name in SCATTERS:
         results = [_scattered(e, operands, along, low)]
+    elif e.name in _SLICES:
+        results = [_sliced(e, operands, shapes[0], along, low)]
     else:
         other = _OTHER.get(e.name)
         params = other(e, operands, shapes[0]) if other else {}
@@ -79,6 +69,38 @@ def _apply(
             offset = lax.convert_element_type(low * scale, results[0].dtype)
             results = [results[0] + offset]
     return results
+
+
+def _sliced(
+    e: Equation,
+    operands: Sequence[Any],
+    shape: tuple[int, ...],
+    along: Along,
+    low: Any,
+) -> Any:
+    """A part of a slice, of the part of the operand that is the same or of all of it."""
+    operand, params = operands[0], e.origin.params
+    dim, scale = along.result or (0, 0)
+    if along.operands[0] is not None:
+        first, scale = 0, 0
+    elif e.name == "slice":
+        first = params["start_indices"][dim]
+    else:
+        most = operand.shape[dim] - e.origin.outvars[0].aval.shape[dim]
+        first = jnp.clip(operands[1 + dim], 0, most)
+    if e.name == "dynamic_slice":
+        starts = [*operands[1:]]
+        starts[dim] = first + lax.convert_element_type(low * scale, starts[dim].dtype)
+        return lax.dynamic_slice(operand, starts, shape)
+    steps = params["strides"] or (1,) * len(shape)
+    starts, limits = [*params["start_indices"]], [*params["limit_indices"]]
+    if scale:  # from where the part begins, then as it is written along the others
+        length = (shape[dim] - 1) * steps[dim] + 1
+        operand = lax.dynamic_slice_in_dim(
+            operand, first + low * scale * steps[dim], length, dim
+        )
+    starts[dim], limits[dim] = 0, operand.shape[dim]
+    return lax.slice(operand, starts, limits, steps)
 
 
 def works(e: Equation, flat: FlatJaxpr, rule: Rule, label: int) -> bool:

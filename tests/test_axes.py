@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import assert_same
+from checks import assert_same, memory_kinds
 from jax import lax
 
 import jturnip
@@ -145,6 +145,27 @@ def rows_in_mode(mode: str) -> Callable[..., Any]:
     return rows
 
 
+def with_dropout(x: Any) -> Any:
+    each = jnp.sin(x[:, None] * x[None])
+    keys = jax.random.split(jax.random.key(3))
+    kept = jax.random.bernoulli(keys[0], 0.7, each.shape)
+    noise = jax.random.normal(keys[1], each.shape)
+    return jnp.where(kept, each, noise).max(1)
+
+
+def every_scatter(x: Any, at: Any) -> Any:
+    each = jnp.exp(x[:, None] * x[None])
+    rows = jnp.tanh(each[: at.size])
+    return [getattr(each.at[at], how)(rows).sum(1) for how in ("set", "mul", "min", "max")]
+
+
+def windows(x: Any) -> Any:
+    around = jnp.pad(x, ((3, 3), (0, 0)))
+    shifted = [around[i : i + len(x)] for i in range(7)]
+    moved = lax.dynamic_slice(around, (jnp.argmax(x[:, 0]) + 5, 0), x.shape)
+    return jnp.sort(jnp.stack([*shifted, moved]), axis=0)[3], around[1::2][: len(x) // 2]
+
+
 FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...]]] = {
     "attention": (attention, (numbers(67, 3, 8), numbers(61, 3, 8), numbers(61, 3, 8))),
     "its gradients": (of_attention, (numbers(48, 2, 8), *[numbers(45, 2, 8)] * 2)),
@@ -171,6 +192,13 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...]]] = {
             jnp.einsum("qhd,khd->hqk", *[(x @ w).reshape(-1, 4, 8)] * 2), axis=-1
         ).max(2),
         (numbers(64, 16), numbers(16, 32)),
+    ),
+    "with dropout": (with_dropout, (numbers(80),)),
+    "every scatter": (every_scatter, (numbers(60), whole_numbers(70, 40, least=-5))),
+    "windows": (windows, (numbers(60, 20),)),
+    "solves": (
+        lambda a, b: jnp.linalg.solve(a @ a.mT + jnp.eye(6), b[..., None]),
+        (numbers(40, 6, 6), numbers(40, 6)),
     ),
     "a product": (lambda a, b: a @ b, (numbers(96, 80), numbers(80, 88))),
     "sums of 16 bits": (
@@ -219,6 +247,28 @@ def test_a_product_of_matrices_larger_than_the_budget():
     # Sums of 512 products in another order.
     np.testing.assert_allclose(found, a @ b, rtol=1e-4, atol=1e-4)
     assert f.last_run.peak_bytes <= 400_000
+
+
+def test_parts_along_any_axis_are_read_from_and_put_in_host_memory():
+    """Of a product whose right side and whose result are cut along columns."""
+    a, b = numbers(64, 96), numbers(96, 3000)
+    f = jturnip.jit(lambda a, b: jnp.tanh(a @ b), 300_000)
+    found = f(*jturnip.host((a, b)))
+    np.testing.assert_allclose(found, np.tanh(a @ b), rtol=1e-4, atol=1e-4)
+    assert memory_kinds(found) == ["pinned_host"]
+    assert f.last_run.peak_bytes <= 300_000
+    assert f.last_run.h2d_bytes < 2 * (a.nbytes + b.nbytes)
+
+
+def test_what_is_reduced_is_read_again_by_other_tasks():
+    def standardised(x: Any) -> Any:
+        x = x - x.mean(0)
+        return x / jnp.sqrt((x**2).mean(0))
+
+    x = numbers(4000, 24)
+    f = jturnip.jit(standardised, 100_000)
+    assert_same(f(jturnip.host(x)), jax.jit(standardised)(x), ulps=64)  # other sums
+    assert f.last_run.peak_bytes <= 100_000
 
 
 def test_layers_alike_share_their_blocks():

@@ -133,7 +133,7 @@ def _may_have_a_rule(e: Equation, flat: FlatJaxpr) -> bool:
     ):
         return False
     types = [*_types(e, flat), *(flat.types[v] for v in e.outputs)]
-    return not any(is_key(t.dtype) for t in types)
+    return e.name == "random_bits" or not any(is_key(t.dtype) for t in types)
 
 
 def _types(e: Equation, flat: FlatJaxpr) -> list[Type]:
@@ -339,6 +339,14 @@ def _sliced(e: Equation, operands: Sequence[Type], results: Sequence[Type]) -> R
     return Rule((tuple(read), *positions), (labels,), frozenset())
 
 
+def _random(e: Equation, operands: Sequence[Type], results: Sequence[Type]) -> Rule | None:
+    """Bits that are made of their positions, where that is so (`parts.works`)."""
+    del e
+    if operands[0].shape or math.prod(results[0].shape) >= 2**32:
+        return None
+    return Rule(((),), (_large(results[0], range(len(results[0].shape))),), frozenset())
+
+
 def _top_k(e: Equation, operands: Sequence[Type], results: Sequence[Type]) -> Rule | None:
     del results
     rank = len(operands[0].shape)
@@ -470,6 +478,7 @@ _BY_HAND: dict[str, Callable[[Equation, Sequence[Type], Sequence[Type]], Rule | 
         _factored,
     ),
     **dict.fromkeys(["slice", "dynamic_slice"], _sliced),
+    "random_bits": _random,
     "iota": _iota,
     "gather": _gather,
     **dict.fromkeys(SCATTERS, _scatter),

@@ -267,7 +267,9 @@ def _into_tasks(
     most = min(stretch.length, _MOST_TASKS)
     counts = [n for n in (2**k for k in range(1, 9)) if n <= most]
     held = {n: whole + in_parts // n for n in counts}
-    fit = [n for n in counts if held[n] + block // n <= room.arena * _OF_TASK]
+    needed = {n: held[n] + block // n for n in counts}
+    fit = [n for n in counts if needed[n] <= room.arena * _OF_TASK]
+    fit = fit or [n for n in counts if needed[n] <= room.arena]
     ahead = [n for n in fit if held[n] <= room.arena * _WITH_NEXT]
     if fit:
         tasks = ahead[0] if ahead and ahead[0] <= _TIMES_AHEAD * fit[0] else fit[0]

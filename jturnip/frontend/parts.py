@@ -1,5 +1,6 @@
 """Equations on parts of their operands, and a stretch of them part by part."""
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.random import threefry2x32_p
 
 from jturnip.frontend import costs
 from jturnip.frontend.axes import COMBINED, SCATTERS, Rule
@@ -51,6 +53,8 @@ def _apply(
         results = [_gathered(e, operands, shapes[0], along, low)]
     elif e.name in SCATTERS:
         results = [_scattered(e, operands, along, low)]
+    elif e.name == "random_bits":
+        results = [_random_bits(e, operands[0], shapes[0], along, low)]
     elif e.name in _SLICES:
         results = [_sliced(e, operands, shapes[0], along, low)]
     else:
@@ -101,6 +105,56 @@ def _sliced(
         )
     starts[dim], limits[dim] = 0, operand.shape[dim]
     return lax.slice(operand, starts, limits, steps)
+
+
+def _random_bits(
+    e: Equation, key: Any, shape: tuple[int, ...], along: Along, low: Any
+) -> Any:
+    """A part of random bits.
+
+    Raises:
+      TypeError: where this jax does not make them of a threefry key and their positions.
+    """
+    whole, width = e.origin.params["shape"], e.origin.params["bit_width"]
+    if along.result is None:
+        (bits,) = bind(e.origin, (key,))
+        return bits
+    if str(key.dtype) != "key<fry>" or not _are_of_positions(
+        width,
+        bool(jax.config.jax_threefry_partitionable),  # pyright: ignore[reportAttributeAccessIssue]
+    ):
+        raise TypeError("random bits that are not made of their positions")
+    dim, scale = along.result
+    return _bits_at(key, width, whole, shape, dim, low * scale)
+
+
+def _bits_at(
+    key: Any, width: int, whole: Sequence[int], shape: Sequence[int], dim: int, first: Any
+) -> Any:
+    """Random bits of some positions of an array, those from `first` along a dimension."""
+    position = jnp.zeros(shape, np.uint32)
+    for d in range(len(whole)):
+        here = lax.broadcasted_iota(np.uint32, shape, d)
+        if d == dim:
+            here = here + lax.convert_element_type(first, np.uint32)
+        position = position + here * np.uint32(math.prod(whole[d + 1 :]))
+    words = jax.random.key_data(key)
+    high, lower = threefry2x32_p.bind(
+        words[0], words[1], jnp.zeros_like(position), position
+    )
+    return lax.convert_element_type(high ^ lower, f"uint{width}")
+
+
+@functools.cache
+def _are_of_positions(width: int, partitionable: bool) -> bool:
+    """Whether this jax makes random bits as `_bits_at` does: tried on a few."""
+    if width > 32 or not partitionable:
+        return False
+    with jax.ensure_compile_time_eval():
+        key = jax.random.key(7, impl="threefry2x32")
+        bits = jax.random.bits(key, (3, 5), f"uint{width}")
+        ours = [_bits_at(key, width, (3, 5), (3, 1), 1, np.int32(n)) for n in range(5)]
+        return bool(jnp.array_equal(jnp.concatenate(ours, 1), bits))
 
 
 def works(e: Equation, flat: FlatJaxpr, rule: Rule, label: int) -> bool:

@@ -308,35 +308,35 @@ def _made(
     condition: Condition | None,
 ) -> Program | DoesNotFit:
     avals = argument_avals(closed, condition)
-    refusal: DoesNotFit | None = None
-    for attempt in how.attempts:
-        streaming = None
-        if how.streams:
-            streaming = lowering.streaming(avals, arguments, budget, attempt)
-        flat = flatten(closed, forwarded, streaming, condition)
-        has_loops = any(e.name in ("scan", "while", "cond") for e in flat.equations)
-        # What streaming has cut along rows is to be cut along any axis instead.
-        uncut = flat
-        if streaming is not None and not has_loops:
-            uncut = flatten(closed, forwarded, None, condition)
-        make = functools.partial(_of_flat, flat, uncut, arguments, budget, how, attempt)
-        try:
-            made = make(to_host)
-            if _may_be_called_again(made, budget, how.returned):
-                return made
-            return make(to_host.union(*how.returned.groups))
-        except DoesNotFit as error:
-            if refusal is None or error.needed_bytes < refusal.needed_bytes:
-                refusal = error
-            if not has_loops or streaming is None:
-                break
-    assert refusal is not None
+    refusals: list[DoesNotFit] = []
+    # Only what cannot be planned otherwise is cut along its axes.
+    for axes in (False, True) if how.axes and not how.finest else (False,):
+        for attempt in how.attempts:
+            streaming = None
+            if how.streams:
+                streaming = lowering.streaming(avals, arguments, budget, attempt)
+            flat = flatten(closed, forwarded, streaming, condition)
+            has_loops = any(e.name in ("scan", "while", "cond") for e in flat.equations)
+            if axes and streaming is not None and not has_loops:
+                # What was cut along rows is to be cut along any axis instead.
+                flat = flatten(closed, forwarded, None, condition)
+            inner = dataclasses.replace(how, axes=axes)
+            make = functools.partial(_of_flat, flat, arguments, budget, inner, attempt)
+            try:
+                made = make(to_host)
+                if _may_be_called_again(made, budget, how.returned):
+                    return made
+                return make(to_host.union(*how.returned.groups))
+            except DoesNotFit as error:
+                refusals.append(error)
+                if not has_loops or streaming is None:
+                    break
+    refusal = min(refusals, key=lambda refusal: refusal.needed_bytes)
     return refusal.with_traceback(None)
 
 
 def _of_flat(
     flat: FlatJaxpr,
-    uncut: FlatJaxpr,
     arguments: Arguments,
     budget: Budget,
     how: How,
@@ -346,7 +346,9 @@ def _of_flat(
     if any(e.driven for e in flat.equations):
         inner = dataclasses.replace(how, repeated=False, attempts=(attempt,))
         return _chain(flat, arguments, budget, inner, to_host)
-    return _straight(flat, uncut, arguments, budget, how, to_host)
+    if how.axes:
+        return _cut_along_axes(flat, arguments, budget, how, to_host)
+    return _straight(flat, arguments, budget, how, to_host)
 
 
 def _may_be_called_again(
@@ -459,38 +461,55 @@ def remeasured(program: Program, gpu_bytes: int, how: How) -> Program | None:
     return _planned(lowering.measure(program.split, how.trials), budget, how)
 
 
-def _straight(
+def _cut_along_axes(
     flat: FlatJaxpr,
-    uncut: FlatJaxpr,
     arguments: Arguments,
     budget: Budget,
     how: How,
     to_host: Collection[int],
 ) -> Straight:
-    """One plan for all tasks; where they do not fit, large stretches are put in blocks."""
-    try:
-        return _of_tasks(flat, arguments, budget, how, to_host)
-    except DoesNotFit as error:
-        refusal = error.with_traceback(None)
-    if how.finest or not how.axes:
-        raise refusal
+    """One plan for all tasks, with large stretches cut in the first way that fits."""
+    refusal: DoesNotFit | None = None
     arena = budget.arena(arguments.device)
-    for blocked in cut_along_axes(uncut, lowering.hosted(uncut, arguments), arena):
+    for cut in cut_along_axes(flat, lowering.hosted(flat, arguments), arena):
         try:
-            return _of_tasks(blocked, arguments, budget, how, to_host)
+            return _straight(cut, arguments, budget, how, to_host)
         except DoesNotFit as error:
-            if error.needed_bytes < refusal.needed_bytes:
+            if refusal is None or error.needed_bytes < refusal.needed_bytes:
                 refusal = error.with_traceback(None)
+    if refusal is None:  # there is no way: so it says what it needs as it is
+        return _straight(flat, arguments, budget, how, to_host)
     raise refusal
 
 
-def _of_tasks(
+def _tasks_between(
     flat: FlatJaxpr,
     arguments: Arguments,
     budget: Budget,
     how: How,
     to_host: Collection[int],
 ) -> Straight:
+    """One plan for the tasks between two loops or branches, cut if it must be."""
+    try:
+        return _straight(flat, arguments, budget, how, to_host)
+    except DoesNotFit as error:
+        if not how.axes:
+            raise
+        refusal = error.with_traceback(None)
+    try:
+        return _cut_along_axes(flat, arguments, budget, how, to_host)
+    except DoesNotFit as error:
+        raise min(error, refusal, key=lambda e: e.needed_bytes) from None
+
+
+def _straight(
+    flat: FlatJaxpr,
+    arguments: Arguments,
+    budget: Budget,
+    how: How,
+    to_host: Collection[int],
+) -> Straight:
+    """One plan for all tasks."""
     split = lowering.split(
         flat,
         arguments,
@@ -616,7 +635,7 @@ def _chain_beside(
             made = _driven(piece.work, mine, arguments, left, how)
         else:
             own = _arguments(arguments, mine.values())
-            made = _straight(piece.work, piece.work, own, left, how, away)
+            made = _tasks_between(piece.work, own, left, how, away)
         for v, on_host in zip(piece.writes, made.ends_on_host, strict=True):
             nbytes = flat.types[v].nbytes
             held[v] = _Held(on_host, True, nbytes, f"a result of {_name(piece)}")

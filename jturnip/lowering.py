@@ -19,6 +19,7 @@ from jturnip.compiler import executables as compiler
 from jturnip.compiler.executables import Executable, Trials
 from jturnip.compiler.report import CompileReport
 from jturnip.errors import DoesNotFit, HostMemoryError
+from jturnip.frontend.blocks import name_of
 from jturnip.frontend.costs import DeviceRates
 from jturnip.frontend.hints import nested
 from jturnip.frontend.loops import Streaming, scan_counts
@@ -628,7 +629,7 @@ def _task(
         id=TaskId(index),
         inputs=tuple(of_value[v] for v in group.inputs),
         outputs=tuple(of_value[v] for v in group.outputs),
-        name=lead.name,
+        name=name_of(lead),
         source=lead.source,
         **fields,
     )

@@ -14,12 +14,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from jturnip import lowering
+from jturnip import lowering, placement
+from jturnip.compat import Device
 from jturnip.compiler.executables import Trials
 from jturnip.compiler.report import CompileReport
 from jturnip.errors import DoesNotFit, HostMemoryError
 from jturnip.frontend import tables
-from jturnip.frontend.blocks import cut_along_axes
+from jturnip.frontend.blocks import cut_along_axes, in_the_way
 from jturnip.frontend.jaxpr import Condition, argument_avals, flatten
 from jturnip.frontend.loops import SMALL
 from jturnip.frontend.values import Equation, FlatJaxpr, Parts, values_of
@@ -46,6 +47,8 @@ _TIMES = 3
 # where stretches are cut for each budget.
 _TRIES = 12
 _TRIES_CUT = 2
+# A refusal asks for what needs no cutting unless cutting makes do with this share of it.
+_WORTH = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -405,7 +408,7 @@ def refusal_that_is_true(
         lambda budget: make(budget, dataclasses.replace(how, axes=False)), uncut
     )
     for _ in range(_TRIES_CUT):
-        if cut.needed_bytes >= uncut.needed_bytes:
+        if cut.needed_bytes > _WORTH * uncut.needed_bytes:
             break
         try:
             make(cut.needed_bytes, how)
@@ -438,6 +441,18 @@ def _of_all_pieces(make: Callable[[int], Program], refusal: DoesNotFit) -> DoesN
         else:
             break
     return refusal
+
+
+def explained(refusal: DoesNotFit, flat: FlatJaxpr | None, device: Device) -> DoesNotFit:
+    """The same refusal, with what cannot be done in parts and why."""
+    arena = placement.arena_bytes(refusal.gpu_bytes, device)
+    reason = in_the_way(flat, arena) if flat is not None else ""
+    if not reason:
+        return refusal
+    message = str(refusal).replace(". Raise gpu_bytes", f". {reason} Raise gpu_bytes", 1)
+    return DoesNotFit(
+        message, needed_bytes=refusal.needed_bytes, gpu_bytes=refusal.gpu_bytes
+    )
 
 
 def refusal_of_budget(refusal: DoesNotFit, gpu_bytes: int, needed_bytes: int) -> DoesNotFit:

@@ -38,6 +38,7 @@ from jturnip.programs import (
     How,
     Program,
     Straight,
+    explained,
     make_program,
     refusal_of_budget,
     refusal_that_is_true,
@@ -596,7 +597,8 @@ class Lowered:
             except DoesNotFit as error:
                 uncut = error.with_traceback(None)
         make = lambda nbytes, how: made(self._given, Budget(nbytes), how)
-        raise refusal_that_is_true(make, how, cut, uncut) from None
+        refusal = refusal_that_is_true(make, how, cut, uncut)
+        raise explained(refusal, self._flat, self._arguments.device) from None
 
     def _without_rows(self) -> DoesNotFit | None:
         """The refusal of a budget that is surely too small to cut arrays by their rows

@@ -108,6 +108,20 @@ def test_a_budget_below_one_task_tells_the_bytes():
     assert error.gpu_bytes == TINY
 
 
+def test_what_cannot_be_done_in_parts_is_named():
+    def factor(x):
+        matrix = x @ x.T + 128 * jnp.eye(128)
+        return jnp.linalg.cholesky(matrix)  # whole
+
+    message = str(refusal_of(factor, 40_000, jturnip.host(X)))
+    line = line_of(factor, "# whole")
+    assert "has no axis along which to do it in parts" in message
+    assert message.index("has no axis") > message.index(line)
+    # Where all can be done in parts, it says so.
+    message = str(refusal_of(lambda x: x @ x, 9_000, jturnip.host(X)))
+    assert 'In parts along its axes (of 128, 128, 128) "dot_general"' in message
+
+
 @pytest.mark.parametrize("hosted", [True, False])
 def test_the_smallest_budget_that_is_named_plans_and_runs(hosted: bool):
     args = (jnp.asarray(X), list(map(jnp.asarray, layers(4))))

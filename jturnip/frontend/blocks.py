@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 
 from jturnip.frontend import parts
-from jturnip.frontend.axes import rules
+from jturnip.frontend.axes import Rule, rules
 from jturnip.frontend.stretches import Stretch, Stretches, read_by
 from jturnip.frontend.values import (
     Constant,
@@ -32,7 +32,7 @@ from jturnip.frontend.values import (
     Type,
     Window,
 )
-from jturnip.units import padded
+from jturnip.units import format_bytes, padded
 
 
 # Values are large from these shares of the budget on, in the order in which they are tried.
@@ -87,6 +87,48 @@ def cut_along_axes(
             seen.add(tuple(key))
             if _may_fit(cut, arena):
                 yield cut
+
+
+def name_of(e: Equation) -> str:
+    """What an equation is called: its primitive, or that of a stretch done in blocks."""
+    name = str(e.origin.params.get("name", ""))
+    if not name.startswith(parts.IN_BLOCKS):
+        return e.name
+    return f"{name.removeprefix(parts.IN_BLOCKS)} in blocks"
+
+
+def in_the_way(flat: FlatJaxpr, arena: int) -> str:
+    """A sentence on the equation that is not done in less than there is, or "": one that
+    has no axis, else the largest."""
+    large = {
+        i: _nbytes(flat, {*read_by(e), *e.outputs}) for i, e in enumerate(flat.equations)
+    }
+    among = [i for i, nbytes in large.items() if nbytes > arena > 0]
+    if not among:
+        return ""
+    some = dataclasses.replace(flat, equations=tuple(flat.equations[i] for i in among))
+    axes = dict(zip(among, rules(some, parts.works, {}), strict=True))
+    i = max(among, key=lambda i: (axes[i] is None, large[i]))
+    e = flat.equations[i]
+    said = f'"{e.name}" ({e.source or "unknown line"})'
+    if axes[i] is None:
+        needed = format_bytes(large[i])
+        return f"{said} needs {needed}, and has no axis along which to do it in parts."
+    lengths = ", ".join(map(str, _lengths(flat, e, axes[i])))
+    return f"In parts along its axes (of {lengths}) {said} needs too much as well."
+
+
+def _lengths(flat: FlatJaxpr, e: Equation, rule: Rule | None) -> list[int]:
+    """How long the axes are along which an equation can be cut."""
+    assert rule is not None
+    types = [v.type if isinstance(v, Constant) else flat.types[v] for v in e.inputs]
+    types += [flat.types[v] for v in e.outputs]
+    found: dict[int, int] = {}
+    for t, labels in zip(types, (*rule.operands, *rule.results), strict=True):
+        for size, label in zip(t.shape, labels, strict=True):
+            if label is not None:
+                found.setdefault(label, size)
+    return list(found.values())
 
 
 def _may_fit(flat: FlatJaxpr, arena: int) -> bool:

@@ -327,6 +327,7 @@ def on_part(
     return jax.make_jaxpr(function)(_POSITION, *(t.struct() for t in types))
 
 
+IN_BLOCKS = "blocks_of_"
 _POSITION = jax.ShapeDtypeStruct((), np.int32)
 
 
@@ -338,7 +339,7 @@ def in_blocks(flat: FlatJaxpr, stretch: Stretch, size: int) -> Any:
         return _Blockwise(flat, stretch, size).run(values)
 
     lead = lead_equation(flat, stretch)
-    function.__name__ = function.__qualname__ = f"blocks_of_{lead.name}"
+    function.__name__ = function.__qualname__ = f"{IN_BLOCKS}{lead.name}"
     structs = [flat.types[v].struct() for v in stretch.entering]
     closed = jax.make_jaxpr(jax.jit(function))(*structs)
     (eqn,) = closed.jaxpr.eqns

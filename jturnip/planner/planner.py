@@ -123,11 +123,12 @@ def does_not_fit(
             beside += f", and {format_bytes(reserve_bytes)} are jturnip's own"
         # A few bytes there are not what is in the way.
         worth = 16 * kept > needed_bytes
-        remedy = "Hold those with jturnip.host(tree), " if worth else ""
+        remedy = "Hold those with jturnip.host(tree), or " if worth else ""
+        advice = f"{remedy}{advice}" if remedy else f"R{advice[1:]}"
         message = (
             f'task {largest.id} "{largest.name}" ({largest.source or "unknown line"}) needs'
             f" {format_bytes(task_bytes(graph, largest))} at once{beside}; {asked}."
-            f" {remedy or 'Split the operation, '}or {advice}."
+            f" {advice}."
         )
     return DoesNotFit(message, needed_bytes=needed_bytes, gpu_bytes=gpu_bytes)
 

@@ -33,13 +33,9 @@ def _cross_entropy(x: Any, w: Any) -> Any:
     return -jnp.mean(jax.nn.log_softmax(x @ w)[jnp.arange(x.shape[0]), labels])
 
 
-def _distances(x: Any, y: Any) -> Any:
-    return jnp.sum((x[:, None] - y[None]) ** 2, axis=-1)
-
-
-def _triangles(pair: Any, a: Any, b: Any) -> Any:
+def _triangles(pair: Any, a: Any, b: Any, c: Any) -> Any:
     left, right = jax.nn.sigmoid(pair @ a), jax.nn.sigmoid(pair @ b)
-    return jnp.tanh(jnp.einsum("ikc,jkc->ijc", left, right)).mean(-1)
+    return pair + jnp.einsum("ikc,jkc->ijc", left, right) @ c
 
 
 def _block(x: Any, qkv: Any, up: Any, down: Any) -> Any:
@@ -50,8 +46,11 @@ def _block(x: Any, qkv: Any, up: Any, down: Any) -> Any:
 
 
 def _convolutions(images: Any, first: Any, second: Any) -> Any:
-    conv = lambda x, w: jax.lax.conv_general_dilated(x, w, (1, 1), "SAME")
-    return jnp.mean(conv(jax.nn.relu(conv(images, first)), second), axis=(2, 3))
+    def conv(x: Any, w: Any) -> Any:
+        layout = ("NHWC", "HWIO", "NHWC")
+        return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=layout)
+
+    return jnp.mean(conv(jax.nn.relu(conv(images, first)), second) ** 2)
 
 
 # Function, and the shapes of its arguments at a length of 1,024.
@@ -72,16 +71,16 @@ _CASES: dict[str, tuple[Callable[..., Any], Callable[[int], Sequence[tuple[int, 
         lambda n: [(2 * n, 32), (2 * n, 32)],
     ),
     "a kernel times a matrix": (
-        lambda x, v: jnp.exp(-_distances(x, x)) @ v,
-        lambda n: [(2 * n, 4), (2 * n, 16)],
+        lambda x, v: jnp.exp(x @ x.T - 0.5 * jnp.sum(x**2, 1)) @ v,
+        lambda n: [(2 * n, 32), (2 * n, 32)],
     ),
     "triangles of pairs": (
         _triangles,
-        lambda n: [(n // 4, n // 4, 64), (64, 64), (64, 64)],
+        lambda n: [(n // 4, n // 4, 8), (8, 64), (8, 64), (64, 8)],
     ),
-    "a stack of convolutions": (
-        _convolutions,
-        lambda n: [(n // 32, 3, 64, 64), (32, 3, 3, 3), (32, 32, 3, 3)],
+    "gradients of convolutions": (
+        jax.grad(_convolutions, argnums=(1, 2)),
+        lambda n: [(n // 32, 64, 64, 3), (3, 3, 3, 32), (3, 3, 32, 32)],
     ),
     "sorted along the long axis": (
         lambda x: jnp.sort(jnp.sin(x) * x, axis=1)[:, ::16],

@@ -486,7 +486,8 @@ def _cut_along_axes(
     """One plan for all tasks, with large stretches cut in the first way that fits."""
     refusal: DoesNotFit | None = None
     arena = budget.arena(arguments.device)
-    for cut in cut_along_axes(flat, lowering.hosted(flat, arguments), arena):
+    hosted, platform = lowering.hosted(flat, arguments), arguments.device.platform
+    for cut in cut_along_axes(flat, hosted, arena, platform):
         try:
             return _straight(cut, arguments, budget, how, to_host)
         except DoesNotFit as error:

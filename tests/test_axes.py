@@ -216,7 +216,7 @@ def test_cut_functions_give_the_same(name: str, quick_compilation: None):
     largest = max(flat.types[v].nbytes for e in flat.equations for v in e.outputs)
     cut = 0
     for share, count in ((2, 2), (5, 1)):
-        ways = blocks.cut_along_axes(flat, frozenset(flat.inputs), largest // share)
+        ways = blocks.cut_along_axes(flat, frozenset(flat.inputs), largest // share, "cpu")
         for way, _ in zip(ways, range(count), strict=False):
             assert len(way.equations) != len(flat.equations) or way != flat
             narrow = any(a.dtype == jnp.bfloat16 for a in expected)
@@ -228,7 +228,7 @@ def test_cut_functions_give_the_same(name: str, quick_compilation: None):
 
 def test_nothing_is_cut_where_all_is_small():
     flat = flat_of(attention, *FUNCTIONS["attention"][1])
-    assert not list(blocks.cut_along_axes(flat, frozenset(flat.inputs), 1 << 30))
+    assert not list(blocks.cut_along_axes(flat, frozenset(flat.inputs), 1 << 30, "cpu"))
 
 
 def test_only_free_axes_keep_every_bit():

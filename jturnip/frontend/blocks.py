@@ -37,10 +37,12 @@ from jturnip.units import format_bytes, padded
 
 # Values are large from these shares of the budget on, in the order in which they are tried.
 _SHARES = (1.0, 0.5, 0.25, 0.125, 0.0625)
-# Parts are first made for all there is, then as for so many times less.
-_TIGHTER = (1, 2, 4)
-# What XLA is expected to hold of a block, in values of the widest equation.
-_AT_ONCE = 2
+# What is tried: as for so many times less than there is, and with XLA holding so much of a
+# block at once, in values of the widest equation. Few large blocks come first: they are
+# fast, and XLA may fuse what is between.
+_TRIES = ((1, 0.5), (1, 1), (1, 2), (2, 2), (4, 2))
+# The CPU's XLA runs gradients of convolutions twenty times slower in a loop.
+_SLOW_IN_LOOPS = {"cpu": frozenset(["conv_general_dilated"])}
 _MOST_BLOCKS = 256
 _MOST_TASKS = 256
 _MOST_EQUATIONS = 1500
@@ -59,7 +61,7 @@ _SEEDS = 3
 
 
 def cut_along_axes(
-    flat: FlatJaxpr, hosted: Collection[int], arena: int
+    flat: FlatJaxpr, hosted: Collection[int], arena: int, platform: str
 ) -> Iterator[FlatJaxpr]:
     """The function with its large stretches cut, in some ways that are worth trying.
 
@@ -67,21 +69,23 @@ def cut_along_axes(
       flat: a function of which something does not fit.
       hosted: values of its arguments and closed-over arrays that are in host memory.
       arena: bytes on the device; where there are none, there is no way.
+      platform: the device's.
     """
     if arena <= 0:
         return
+    slow = _SLOW_IN_LOOPS.get(platform, frozenset())
     seen: set[Any] = set()
     known: dict[Any, Any] = {}
-    for tighter, share in itertools.product(_TIGHTER, _SHARES):
-        room = _Room(arena // tighter, max(1, int(arena / tighter * share)))
+    for (tighter, at_once), share in itertools.product(_TRIES, _SHARES):
+        room = _Room(arena // tighter, max(1, int(arena / tighter * share)), at_once, slow)
         cut, key = flat, []
         for _ in range(_AXES):
-            again, how = _cut(cut, hosted, room, _into_tasks, known)
+            again, how = _cut(cut, hosted, room, True, known)
             if not how or len(again.equations) > _MOST_EQUATIONS + len(flat.equations):
                 break
             cut = again
             key.append(how)
-        cut, how = _cut(cut, hosted, room, _into_blocks, known)
+        cut, how = _cut(cut, hosted, room, False, known)
         key.append(how)
         if any(key) and tuple(key) not in seen:
             seen.add(tuple(key))
@@ -141,10 +145,16 @@ def _may_fit(flat: FlatJaxpr, arena: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Room:
-    """What there is, and from what size on a value is large."""
+    """What there is, from what size on a value is large, what XLA is expected to hold of a
+    block, in values of the widest equation, and which primitives are slow in loops."""
 
     arena: int
     least: int
+    at_once: float
+    slow: frozenset[str]
+
+    def is_slow_in_blocks(self, flat: FlatJaxpr, stretch: Stretch) -> bool:
+        return any(flat.equations[i].name in self.slow for i in stretch.working)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,13 +186,14 @@ def _cut(
     flat: FlatJaxpr,
     hosted: Collection[int],
     room: _Room,
-    way: Any,
+    tasks: bool,
     known: dict[Any, Any],
 ) -> tuple[FlatJaxpr, tuple[Any, ...]]:
-    """A function cut in one way, and what was cut how; nothing where nothing was."""
+    """A function cut over tasks or in blocks, and what was cut how; nothing where nothing
+    was."""
     hosted = {*hosted, *(s.value for s in flat.slices)}
     stretches = Stretches(flat, rules(flat, parts.works, known))
-    choice = _Choice(stretches, functools.partial(way, stretches, hosted, room), room)
+    choice = _Choice(stretches, hosted, room, tasks)
     choice.cut(stretches.ruled(), room.least)
     many = sum(
         -(-c.stretch.length // c.size) * len(c.stretch.equations)
@@ -198,10 +209,13 @@ def _cut(
 class _Choice:
     """Chooses what of a function is cut, and how."""
 
-    def __init__(self, stretches: Stretches, way: Any, room: _Room):
+    def __init__(
+        self, stretches: Stretches, hosted: Collection[int], room: _Room, tasks: bool
+    ):
         self._stretches = stretches
-        self._way = way
+        self._hosted = hosted
         self._room = room
+        self._tasks = tasks
         self.cuttings: list[_Cutting] = []
 
     def cut(self, among: Sequence[int], least: int) -> None:
@@ -212,20 +226,31 @@ class _Choice:
                 self.cut(members, 2 * least)
 
     def _cut_together(self, members: Sequence[int]) -> bool:
+        """Cuts the best stretch among some equations; whether anything is done for them."""
         taken = {i for cutting in self.cuttings for i in cutting.stretch.equations}
+        found = [
+            (stretch, dim)
+            for value, dim in self._seeds(members)
+            if (stretch := self._stretches.along(members, value, dim)) is not None
+            and taken.isdisjoint(stretch.equations)
+        ]
+        if self._tasks and any(self._fits_in_blocks(stretch) for stretch, _ in found):
+            return True  # they need no tasks of their own
+        way = _into_tasks if self._tasks else _into_blocks
         best: tuple[Any, _Cutting] | None = None
-        for value, dim in self._seeds(members):
-            stretch = self._stretches.along(members, value, dim)
-            if stretch is None or not taken.isdisjoint(stretch.equations):
-                continue
-            found = self._way(stretch)
-            if found is not None:
-                cost = self._cost(members, found, dim)
+        for stretch, dim in found:
+            cutting = way(self._stretches, self._hosted, self._room, stretch)
+            if cutting is not None:
+                cost = self._cost(members, cutting, dim)
                 if best is None or cost < best[0]:
-                    best = cost, found
+                    best = cost, cutting
         if best is not None:
             self.cuttings.append(best[1])
         return best is not None
+
+    def _fits_in_blocks(self, stretch: Stretch) -> bool:
+        cutting = _into_blocks(self._stretches, self._hosted, self._room, stretch)
+        return cutting is not None and cutting.nbytes <= self._room.arena
 
     def _cost(self, members: Sequence[int], cutting: _Cutting, dim: int) -> tuple[Any, ...]:
         """What may fit is best, then what is not computed twice, then what leaves little
@@ -276,9 +301,9 @@ def _into_blocks(
     del hosted
     flat = stretches.flat
     whole = _nbytes(flat, _held(stretch)) + _partial_bytes(flat, stretch)
-    block = _AT_ONCE * stretch.widest_bytes(flat)
+    block = int(room.at_once * stretch.widest_bytes(flat))
     free = room.arena - whole
-    if free <= 0 or block <= free:
+    if free <= 0 or block <= free or room.is_slow_in_blocks(flat, stretch):
         return None
     blocks = min(_MOST_BLOCKS, stretch.length, max(2, -(-block // free)))
     return _Blocks(stretch, _size(stretch.length, blocks), whole + block // blocks)
@@ -290,11 +315,8 @@ def _into_tasks(
     """The fewest tasks of which each is expected to fit, perhaps in blocks; None where one
     does, or none are."""
     flat = stretches.flat
-    block = _AT_ONCE * stretch.widest_bytes(flat)
+    block = int(room.at_once * stretch.widest_bytes(flat))
     if _nbytes(flat, _held(stretch)) + block <= room.arena:
-        return None
-    in_blocks = _into_blocks(stretches, hosted, room, stretch)
-    if in_blocks is not None and in_blocks.nbytes <= room.arena:
         return None
     sliced = frozenset(
         v for v in stretch.entering if _may_be_sliced(stretches, hosted, stretch, v)
@@ -305,7 +327,8 @@ def _into_tasks(
     whole, in_parts = _nbytes(flat, _held(stretch) - rows), _nbytes(flat, rows)
     if 2 * _nbytes(flat, cut - left) > room.arena:
         return None
-    block //= _MOST_BLOCKS
+    if not room.is_slow_in_blocks(flat, stretch):
+        block //= _MOST_BLOCKS
     most = min(stretch.length, _MOST_TASKS)
     counts = [n for n in (2**k for k in range(1, 9)) if n <= most]
     held = {n: whole + in_parts // n for n in counts}

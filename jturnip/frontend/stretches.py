@@ -5,12 +5,14 @@ it, by their rules (`axes.py`). What does not agree stays outside: an equation t
 value whole reads it whole, before or after.
 """
 
+import heapq
 import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from jturnip.frontend.axes import Rule
+from jturnip.frontend.costs import HEAVY
 from jturnip.frontend.values import Constant, Equation, FlatJaxpr
 
 
@@ -177,7 +179,46 @@ class Stretches:
         sets: dict[int, list[int]] = {}
         for i in sorted(above):
             sets.setdefault(find(i), []).append(i)
-        return [[i for i in self._between(each) if i in inside] for each in sets.values()]
+        return [
+            [i for i in self._between(self._with_spread(each, inside)) if i in inside]
+            for each in sets.values()
+        ]
+
+    def _with_spread(self, members: Sequence[int], among: Collection[int]) -> list[int]:
+        """With what is made for these only, of less than it is: masks, what is spread out.
+
+        To do that anew for each part is little work; to hold it is much.
+        """
+        types, found = self.flat.types, set(members)
+        read = {v for i in members for v in read_by(self.flat.equations[i])}
+        for v in sorted(read, key=lambda v: (-types[v].nbytes, v)):
+            made = self._made_only_for(v, found, among)
+            needed = {x for i in made for x in read_by(self.flat.equations[i])}
+            needed = {x for x in needed if self.writer.get(x) not in made}
+            if made and sum(types[x].nbytes for x in needed) < types[v].nbytes:
+                found |= made
+        return sorted(found)
+
+    def _made_only_for(self, v: int, readers: set[int], among: Collection[int]) -> set[int]:
+        """The light equations that lead to a value, and to nothing else but it and some
+        readers."""
+        found: set[int] = set()
+        agenda = [-self.writer.get(v, -1)]  # the last first: what reads comes before
+        while agenda:
+            i = -heapq.heappop(agenda)
+            if i not in among or i in found or i in readers:
+                continue
+            e = self.flat.equations[i]
+            outside = {r for x in e.outputs for r in self.readers.get(x, ())}
+            if (
+                e.name not in HEAVY
+                and self._results.isdisjoint(e.outputs)
+                and outside <= readers | found
+            ):
+                found.add(i)
+                for x in read_by(e):
+                    heapq.heappush(agenda, -self.writer.get(x, -1))
+        return found
 
     def along(self, members: Sequence[int], value: int, dim: int) -> Stretch | None:
         """The stretch among `members` along a dimension of a value, if there is one."""

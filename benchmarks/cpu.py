@@ -15,7 +15,7 @@ from typing import Any
 
 from absl import app, flags
 
-from benchmarks import growth, layers, link, measure, planning, steps
+from benchmarks import axes, growth, layers, link, measure, planning, steps
 from benchmarks.measure import Section
 from jturnip.models import llama
 
@@ -57,6 +57,8 @@ class Sizes:
     layer_pairs: int
     grown: tuple[int, ...]
     grown_pairs: int  # of the largest; of smaller ones more
+    long: int
+    long_pairs: int
 
 
 FULL = Sizes(
@@ -75,6 +77,8 @@ FULL = Sizes(
     layer_pairs=3,
     grown=(500, 1_000, 2_000, 4_000, 8_000),
     grown_pairs=1,
+    long=1024,
+    long_pairs=9,
 )
 _TINIEST = llama.config("tiny", layers=1, length=8, width=16, heads=2, kv_heads=1)
 TINY = Sizes(
@@ -93,6 +97,8 @@ TINY = Sizes(
     layer_pairs=1,
     grown=(50, 100),
     grown_pairs=1,
+    long=64,
+    long_pairs=1,
 )
 
 SECTIONS: dict[str, Callable[[Sizes], Section]] = {
@@ -105,6 +111,7 @@ SECTIONS: dict[str, Callable[[Sizes], Section]] = {
         functools.partial(_with_layers, s.layers), *s.depths, s.layer_pairs
     ),
     "growth": lambda s: growth.growth(s.grown, s.grown_pairs),
+    "axes": lambda s: axes.axes(s.long, s.long_pairs),
 }
 
 

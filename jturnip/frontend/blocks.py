@@ -39,8 +39,16 @@ from jturnip.units import format_bytes, padded
 _SHARES = (1.0, 0.5, 0.25, 0.125, 0.0625)
 # What is tried: as for so many times less than there is, and with XLA holding so much of a
 # block at once, in values of the widest equation. Few large blocks come first: they are
-# fast, and XLA may fuse what is between.
-_TRIES = ((1, 0.5), (1, 1), (1, 2), (2, 2), (4, 2))
+# fast, and XLA may fuse what is between. Where they do not fit after all, each stretch that
+# needs tasks has them, whatever else could be done in blocks.
+_TRIES = (
+    (1, 0.5, False),
+    (1, 1, False),
+    (1, 2, False),
+    (1, 2, True),
+    (2, 2, True),
+    (4, 2, True),
+)
 # The CPU's XLA runs gradients of convolutions twenty times slower in a loop.
 _SLOW_IN_LOOPS = {"cpu": frozenset(["conv_general_dilated"])}
 _MOST_BLOCKS = 256
@@ -55,7 +63,7 @@ _OF_TASK = 0.8
 _WITH_NEXT = 0.4
 _TIMES_AHEAD = 4
 # The share that what is cut along the first of several axes takes.
-_OF_AXIS = 0.4
+_OF_AXIS = 0.55
 # Axes of so many of the largest values are looked at.
 _SEEDS = 3
 
@@ -76,8 +84,9 @@ def cut_along_axes(
     slow = _SLOW_IN_LOOPS.get(platform, frozenset())
     seen: set[Any] = set()
     known: dict[Any, Any] = {}
-    for (tighter, at_once), share in itertools.product(_TRIES, _SHARES):
-        room = _Room(arena // tighter, max(1, int(arena / tighter * share)), at_once, slow)
+    for (tighter, at_once, eager), share in itertools.product(_TRIES, _SHARES):
+        least = max(1, int(arena / tighter * share))
+        room = _Room(arena // tighter, least, at_once, eager, slow)
         cut, key = flat, []
         for _ in range(_AXES):
             again, how = _cut(cut, hosted, room, True, known)
@@ -146,11 +155,13 @@ def _may_fit(flat: FlatJaxpr, arena: int) -> bool:
 @dataclass(frozen=True, slots=True)
 class _Room:
     """What there is, from what size on a value is large, what XLA is expected to hold of a
-    block, in values of the widest equation, and which primitives are slow in loops."""
+    block, in values of the widest equation, whether tasks are made although blocks along
+    another axis may do, and which primitives are slow in loops."""
 
     arena: int
     least: int
     at_once: float
+    eager: bool
     slow: frozenset[str]
 
     def is_slow_in_blocks(self, flat: FlatJaxpr, stretch: Stretch) -> bool:
@@ -234,8 +245,11 @@ class _Choice:
             if (stretch := self._stretches.along(members, value, dim)) is not None
             and taken.isdisjoint(stretch.equations)
         ]
-        if self._tasks and any(self._fits_in_blocks(stretch) for stretch, _ in found):
-            return True  # they need no tasks of their own
+        if self._tasks:
+            tasks = [each for each in found if not self._fits_in_blocks(each[0])]
+            if len(tasks) < len(found) and not self._room.eager:
+                return True  # they need no tasks of their own
+            found = tasks
         way = _into_tasks if self._tasks else _into_blocks
         best: tuple[Any, _Cutting] | None = None
         for stretch, dim in found:
@@ -339,9 +353,12 @@ def _into_tasks(
     if fit:
         tasks = ahead[0] if ahead and ahead[0] <= _TIMES_AHEAD * fit[0] else fit[0]
         return _Tasks(stretch, _size(stretch.length, tasks), held[tasks], sliced, left)
-    # The rest may be cut along another axis: then this one is to leave little.
-    share = room.arena * _OF_AXIS
-    little = [n for n in counts if in_parts // n <= share < in_parts]
+    # The rest may be cut along another axis, results with it: a part of the operands stays
+    # while the others' parts pass, once for each of it.
+    staying, share = _nbytes(flat, sliced) or in_parts, room.arena * _OF_AXIS
+    if room.eager:
+        staying, share = in_parts, room.arena * _WITH_NEXT
+    little = [n for n in counts if staying // n <= share < in_parts]
     if not little:
         return None
     size = _size(stretch.length, little[0])

@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import jax
@@ -54,6 +54,8 @@ _SLOW_IN_LOOPS = {"cpu": frozenset(["conv_general_dilated"])}
 _MOST_BLOCKS = 256
 _MOST_TASKS = 256
 _MOST_EQUATIONS = 1500
+# So many equations are looked at, each once for every axis of its neighbours: some seconds.
+_MOST_VISITED = 400_000
 # How often what is cut into tasks may be cut again, along another axis.
 _AXES = 3
 # The share of the budget that what one of several tasks reads and writes may take; and what
@@ -83,18 +85,20 @@ def cut_along_axes(
         return
     slow = _SLOW_IN_LOOPS.get(platform, frozenset())
     seen: set[Any] = set()
-    known: dict[Any, Any] = {}
+    search = _Search()
     for (tighter, at_once, eager), share in itertools.product(_TRIES, _SHARES):
         least = max(1, int(arena / tighter * share))
         room = _Room(arena // tighter, least, at_once, eager, slow)
         cut, key = flat, []
         for _ in range(_AXES):
-            again, how = _cut(cut, hosted, room, True, known)
+            again, how = _cut(cut, hosted, room, True, search)
+            if search.is_over:
+                return
             if not how or len(again.equations) > _MOST_EQUATIONS + len(flat.equations):
                 break
             cut = again
             key.append(how)
-        cut, how = _cut(cut, hosted, room, False, known)
+        cut, how = _cut(cut, hosted, room, False, search)
         key.append(how)
         if any(key) and tuple(key) not in seen:
             seen.add(tuple(key))
@@ -152,6 +156,19 @@ def _may_fit(flat: FlatJaxpr, arena: int) -> bool:
     )
 
 
+@dataclass(slots=True)
+class _Search:
+    """What is known of a function's equations, and how many were looked at."""
+
+    known: dict[Any, Any] = field(default_factory=dict)
+    visited: int = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it takes too long."""
+        return self.visited > _MOST_VISITED
+
+
 @dataclass(frozen=True, slots=True)
 class _Room:
     """What there is, from what size on a value is large, what XLA is expected to hold of a
@@ -198,13 +215,13 @@ def _cut(
     hosted: Collection[int],
     room: _Room,
     tasks: bool,
-    known: dict[Any, Any],
+    search: _Search,
 ) -> tuple[FlatJaxpr, tuple[Any, ...]]:
     """A function cut over tasks or in blocks, and what was cut how; nothing where nothing
     was."""
     hosted = {*hosted, *(s.value for s in flat.slices)}
-    stretches = Stretches(flat, rules(flat, parts.works, known))
-    choice = _Choice(stretches, hosted, room, tasks)
+    stretches = Stretches(flat, rules(flat, parts.works, search.known))
+    choice = _Choice(stretches, hosted, room, tasks, search)
     choice.cut(stretches.ruled(), room.least)
     many = sum(
         -(-c.stretch.length // c.size) * len(c.stretch.equations)
@@ -221,8 +238,14 @@ class _Choice:
     """Chooses what of a function is cut, and how."""
 
     def __init__(
-        self, stretches: Stretches, hosted: Collection[int], room: _Room, tasks: bool
+        self,
+        stretches: Stretches,
+        hosted: Collection[int],
+        room: _Room,
+        tasks: bool,
+        search: _Search,
     ):
+        self._search = search
         self._stretches = stretches
         self._hosted = hosted
         self._room = room
@@ -238,10 +261,14 @@ class _Choice:
 
     def _cut_together(self, members: Sequence[int]) -> bool:
         """Cuts the best stretch among some equations; whether anything is done for them."""
+        seeds = self._seeds(members)
+        self._search.visited += len(members) * len(seeds)
+        if self._search.is_over:
+            return True
         taken = {i for cutting in self.cuttings for i in cutting.stretch.equations}
         found = [
             (stretch, dim)
-            for value, dim in self._seeds(members)
+            for value, dim in seeds
             if (stretch := self._stretches.along(members, value, dim)) is not None
             and taken.isdisjoint(stretch.equations)
         ]

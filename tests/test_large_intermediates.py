@@ -20,7 +20,7 @@ QUICK = (
     "a product of matrices",
 )
 # The same for what tries many budgets.
-VERY_QUICK = ("nearest neighbours", "a product of matrices")
+VERY_QUICK = ("a gaussian process",)
 
 
 def on_all(quick: tuple[str, ...]) -> pytest.MarkDecorator:

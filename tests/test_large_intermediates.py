@@ -1,5 +1,6 @@
 """What XLA fits is not refused, and a refusal asks for no more than XLA needs."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -19,15 +20,19 @@ QUICK = (
     "a stack of convolutions",
     "a product of matrices",
 )
-# The same for what tries many budgets.
+# The same for what tries many budgets; where much can be cut, that takes minutes, and is
+# done for some.
 VERY_QUICK = ("a gaussian process",)
+SEARCHED = (*VERY_QUICK, "a product of matrices", "a stack of convolutions")
 
 
-def on_all(quick: tuple[str, ...]) -> pytest.MarkDecorator:
-    """For each of the functions; slow but for some."""
+def on_all(
+    quick: tuple[str, ...], names: Iterable[str] = tuple(CASES)
+) -> pytest.MarkDecorator:
+    """For each of some functions; slow but for a few."""
     params = [
         name if name in quick else pytest.param(name, marks=pytest.mark.slow)
-        for name in CASES
+        for name in names
     ]
     return pytest.mark.parametrize("case", params, indirect=True, scope="module")
 
@@ -70,7 +75,7 @@ def test_it_is_right_in_less_or_refused(case: Case, stock: tuple[Any, int], shar
     assert_same(found, expected, ulps=64)
 
 
-@on_all(VERY_QUICK)
+@on_all(VERY_QUICK, SEARCHED)
 def test_the_minimum_is_one(case: Case, stock: tuple[Any, int]):
     """It runs there, and not in 3% less."""
     expected, peak = stock

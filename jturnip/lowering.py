@@ -302,13 +302,12 @@ def unread(flat: FlatJaxpr) -> frozenset[int]:
 
 
 def hosted(flat: FlatJaxpr, arguments: Arguments) -> frozenset[int]:
-    """Values of arguments, closed-over arrays and their rows that are in host memory."""
+    """Values of arguments and closed-over arrays that are in host memory."""
     given = zip(flat.inputs, arguments.whose, strict=True)
     return frozenset(
         [
             *(v for v, w in given if w.on_host),
             *(v for v, array in flat.constants if constant_whose(array).on_host),
-            *(s.value for s in flat.slices),
         ]
     )
 

@@ -428,6 +428,7 @@ def main() -> None:
                 cells.append("runs")
         why = _WHY.get(name, "") if any(cell != "runs" for cell in cells) else ""
         print(name, cells, why, flush=True)
+        assert why or all(cell == "runs" for cell in cells), f"{name}: say why"
         rows.append(f"| {name} | {ends / peak:.2f} | {' | '.join(cells)} | {why} |")
     pairs = len(SHARES) * len(CASES)
     PAGE.write_text(

@@ -20,7 +20,7 @@ from jax.extend.mlir.dialects import sdy
 from jax.extend.mlir.passmanager import PassManager
 
 from jturnip.frontend import costs
-from jturnip.frontend.values import Constant, Equation, FlatJaxpr, Type, is_key
+from jturnip.frontend.values import Equation, FlatJaxpr, Type, is_key
 
 
 _PASSES = "builtin.module(inline,canonicalize,func.func(sdy-populate-op-sharding-rules))"
@@ -65,10 +65,6 @@ class Rule:
     # Labels that are reduced.
     reduced: frozenset[int]
 
-    def label(self, position: int, dim: int, of_result: bool) -> int | None:
-        """The label of a dimension of an operand or a result."""
-        return (self.results if of_result else self.operands)[position][dim]
-
 
 # Whether an equation can be done for parts along a label.
 Works: TypeAlias = Callable[[Equation, FlatJaxpr, Rule, int], bool]
@@ -97,7 +93,9 @@ def rules(
         if by_hand is None:
             lowered[key] = e
         else:
-            known[key] = by_hand(e, _types(e, flat), [flat.types[v] for v in e.outputs])
+            known[key] = by_hand(
+                e, flat.operand_types(e), [flat.types[v] for v in e.outputs]
+            )
     if lowered:
         known.update(zip(lowered, _rules(list(lowered.values()), flat), strict=True))
     for key, e in new.items():
@@ -132,21 +130,17 @@ def _may_have_a_rule(e: Equation, flat: FlatJaxpr) -> bool:
         or any(True for _ in costs.nested(e.origin))
     ):
         return False
-    types = [*_types(e, flat), *(flat.types[v] for v in e.outputs)]
+    types = [*flat.operand_types(e), *(flat.types[v] for v in e.outputs)]
     return e.name == "random_bits" or not any(is_key(t.dtype) for t in types)
 
 
-def _types(e: Equation, flat: FlatJaxpr) -> list[Type]:
-    return [v.type if isinstance(v, Constant) else flat.types[v] for v in e.inputs]
-
-
 def _key(e: Equation, flat: FlatJaxpr) -> Hashable:
-    shapes = tuple((t.shape, str(t.dtype)) for t in _types(e, flat))
+    shapes = tuple((t.shape, str(t.dtype)) for t in flat.operand_types(e))
     return e.name, shapes, str(sorted(e.origin.params.items(), key=lambda item: item[0]))
 
 
 def _rules(distinct: Sequence[Equation], flat: FlatJaxpr) -> list[Rule | None]:
-    types = [_types(e, flat) for e in distinct]
+    types = [flat.operand_types(e) for e in distinct]
     structs = [[t.struct() for t in each] for each in types]
 
     def side_by_side(operands: Any) -> Any:

@@ -4,7 +4,7 @@ What is between the operands and the results of a stretch is often many times as
 both: the scores of an attention, the distances between all pairs. Along an axis on which
 all of its equations work (`stretches.py`), a loop within one task has only one block of
 that at once. Where operands or results do not fit either, each part is made of tasks of its
-own: they read their rows of what lies in host memory, and results are put together there,
+own: they read their parts of what lies in host memory, and results are put together there,
 or combined by what the reduction combines with. Which axis, and how many parts, follows
 EinDecomp (arXiv 2410.02682): as few as fit, with little written down.
 """
@@ -117,9 +117,7 @@ def name_of(e: Equation) -> str:
 def in_the_way(flat: FlatJaxpr, arena: int) -> str:
     """A sentence on the equation that is not done in less than there is, or "": one that
     has no axis, else the largest."""
-    large = {
-        i: _nbytes(flat, {*read_by(e), *e.outputs}) for i, e in enumerate(flat.equations)
-    }
+    large = {i: _touched_bytes(flat, e) for i, e in enumerate(flat.equations)}
     among = [i for i, nbytes in large.items() if nbytes > arena > 0]
     if not among:
         return ""
@@ -138,8 +136,7 @@ def in_the_way(flat: FlatJaxpr, arena: int) -> str:
 def _lengths(flat: FlatJaxpr, e: Equation, rule: Rule | None) -> list[int]:
     """How long the axes are along which an equation can be cut."""
     assert rule is not None
-    types = [v.type if isinstance(v, Constant) else flat.types[v] for v in e.inputs]
-    types += [flat.types[v] for v in e.outputs]
+    types = [*flat.operand_types(e), *(flat.types[v] for v in e.outputs)]
     found: dict[int, int] = {}
     for t, labels in zip(types, (*rule.operands, *rule.results), strict=True):
         for size, label in zip(t.shape, labels, strict=True):
@@ -151,9 +148,12 @@ def _lengths(flat: FlatJaxpr, e: Equation, rule: Rule | None) -> list[int]:
 def _may_fit(flat: FlatJaxpr, arena: int) -> bool:
     """Whether it is worth trying: what each equation reads and writes is not twice as much
     as there is."""
-    return all(
-        _nbytes(flat, {*read_by(e), *e.outputs}) <= 2 * arena for e in flat.equations
-    )
+    return all(_touched_bytes(flat, e) <= 2 * arena for e in flat.equations)
+
+
+def _touched_bytes(flat: FlatJaxpr, e: Equation) -> int:
+    """What an equation reads and writes."""
+    return _nbytes(flat, {*read_by(e), *e.outputs})
 
 
 @dataclass(slots=True)
@@ -201,7 +201,7 @@ class _Tasks:
     stretch: Stretch
     size: int
     nbytes: int
-    # Of what enters, that of which each task reads only its rows, in host memory.
+    # Of what enters, that of which each task reads only its part, in host memory.
     sliced: frozenset[int]
     # Results whose parts are put together in host memory; a task joins others.
     left_in_parts: frozenset[int]
@@ -277,10 +277,9 @@ class _Choice:
             if len(tasks) < len(found) and not self._room.eager:
                 return True  # they need no tasks of their own
             found = tasks
-        way = _into_tasks if self._tasks else _into_blocks
         best: tuple[Any, _Cutting] | None = None
         for stretch, dim in found:
-            cutting = way(self._stretches, self._hosted, self._room, stretch)
+            cutting = self._cutting(stretch)
             if cutting is not None:
                 cost = self._cost(members, cutting, dim)
                 if best is None or cost < best[0]:
@@ -289,8 +288,13 @@ class _Choice:
             self.cuttings.append(best[1])
         return best is not None
 
+    def _cutting(self, stretch: Stretch) -> _Cutting | None:
+        if self._tasks:
+            return _into_tasks(self._stretches, self._hosted, self._room, stretch)
+        return _into_blocks(self._stretches.flat, self._room, stretch)
+
     def _fits_in_blocks(self, stretch: Stretch) -> bool:
-        cutting = _into_blocks(self._stretches, self._hosted, self._room, stretch)
+        cutting = _into_blocks(self._stretches.flat, self._room, stretch)
         return cutting is not None and cutting.nbytes <= self._room.arena
 
     def _cost(self, members: Sequence[int], cutting: _Cutting, dim: int) -> tuple[Any, ...]:
@@ -334,13 +338,9 @@ def _partial_bytes(flat: FlatJaxpr, stretch: Stretch) -> int:
     return max((_nbytes(flat, [v]) for v in stretch.reduced), default=0)
 
 
-def _into_blocks(
-    stretches: Stretches, hosted: Collection[int], room: _Room, stretch: Stretch
-) -> _Blocks | None:
+def _into_blocks(flat: FlatJaxpr, room: _Room, stretch: Stretch) -> _Blocks | None:
     """The fewest blocks that are expected to fit in one task, or as many as there may be:
     XLA may need less than is expected. None where the whole is expected to fit."""
-    del hosted
-    flat = stretches.flat
     whole = _nbytes(flat, _held(stretch)) + _partial_bytes(flat, stretch)
     block = int(room.at_once * stretch.widest_bytes(flat))
     free = room.arena - whole

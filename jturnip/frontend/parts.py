@@ -164,7 +164,7 @@ def works(e: Equation, flat: FlatJaxpr, rule: Rule, label: int) -> bool:
     def dim(labels: Sequence[int | None]) -> int | None:
         return labels.index(label) if label in labels else None
 
-    types = [v.type if isinstance(v, Constant) else flat.types[v] for v in e.inputs]
+    types = flat.operand_types(e)
     results = [flat.types[v] for v in e.outputs]
     sides = [
         *zip(types, rule.operands, strict=True),
@@ -281,7 +281,7 @@ def _is_narrow(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
 
 
-def dtype_of_sums(name: str, dtype: Any) -> Any:
+def _dtype_of_sums(name: str, dtype: Any) -> Any:
     """In what the parts of a reduction are combined: 16-bit sums in float32, as XLA does
     inside a reduction."""
     wide = COMBINED[name] == "add" and _is_narrow(dtype)
@@ -303,7 +303,7 @@ def _nothing(name: str, shape: Sequence[int], dtype: Any) -> Any:
         value = {"add": 0, "mul": 1, "and": -1, "or": 0}[how]
         if dtype == np.dtype(bool):
             value = bool(value)
-    return lax.full(shape, value, dtype_of_sums(name, dtype))
+    return lax.full(shape, value, _dtype_of_sums(name, dtype))
 
 
 def combined(name: str, sofar: Any, part: Any) -> Any:

@@ -235,6 +235,10 @@ class FlatJaxpr:
         inputs = frozenset(self.inputs)
         return tuple(v for v in self.result_values if v not in inputs)
 
+    def operand_types(self, e: Equation) -> list[Type]:
+        """The types of what an equation reads."""
+        return [v.type if isinstance(v, Constant) else self.types[v] for v in e.inputs]
+
     def type_of(self, output: int | Parts) -> Type:
         """The type of a result."""
         return output.type if isinstance(output, Parts) else self.types[output]

@@ -19,7 +19,7 @@ from jturnip.compiler import executables as compiler
 from jturnip.compiler.executables import Executable, Trials
 from jturnip.compiler.report import CompileReport
 from jturnip.errors import DoesNotFit, HostMemoryError
-from jturnip.frontend.blocks import name_of
+from jturnip.frontend.blocks import Where, name_of
 from jturnip.frontend.costs import DeviceRates
 from jturnip.frontend.hints import nested
 from jturnip.frontend.loops import Streaming, scan_counts
@@ -301,14 +301,18 @@ def unread(flat: FlatJaxpr) -> frozenset[int]:
     return frozenset(flat.inputs) - used
 
 
-def hosted(flat: FlatJaxpr, arguments: Arguments) -> frozenset[int]:
-    """Values of arguments and closed-over arrays that are in host memory."""
-    given = zip(flat.inputs, arguments.whose, strict=True)
-    return frozenset(
-        [
-            *(v for v, w in given if w.on_host),
-            *(v for v, array in flat.constants if constant_whose(array).on_host),
-        ]
+def where(flat: FlatJaxpr, arguments: Arguments) -> Where:
+    """Where arguments and closed-over arrays are."""
+    arguments, ignored = kept(arguments, flat), unread(flat)
+    held = [
+        *zip(flat.inputs, arguments.whose, strict=True),
+        *((v, constant_whose(array)) for v, array in flat.constants),
+    ]
+    return Where(
+        hosted=frozenset(v for v, w in held if w.on_host),
+        staying=frozenset(
+            v for v, w in held if w is Whose.CALLER_DEVICE and v not in ignored
+        ),
     )
 
 

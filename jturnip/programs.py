@@ -486,13 +486,14 @@ def _cut_along_axes(
     """One plan for all tasks, with large stretches cut in the first way that fits."""
     refusal: DoesNotFit | None = None
     arena = budget.arena(arguments.device)
-    hosted, platform = lowering.hosted(flat, arguments), arguments.device.platform
-    for cut in cut_along_axes(flat, hosted, arena, platform):
-        try:
-            return _straight(cut, arguments, budget, how, to_host)
-        except DoesNotFit as error:
-            if refusal is None or error.needed_bytes < refusal.needed_bytes:
-                refusal = error.with_traceback(None)
+    where, platform = lowering.where(flat, arguments), arguments.device.platform
+    if lowering.bytes_at_start(flat, arguments) <= arena:
+        for cut in cut_along_axes(flat, where, arena, platform):
+            try:
+                return _straight(cut, arguments, budget, how, to_host)
+            except DoesNotFit as error:
+                if refusal is None or error.needed_bytes < refusal.needed_bytes:
+                    refusal = error.with_traceback(None)
     if refusal is None:  # there is no way: so it says what it needs as it is
         return _straight(flat, arguments, budget, how, to_host)
     raise refusal

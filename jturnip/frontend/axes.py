@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import jax
@@ -70,20 +70,40 @@ class Rule:
 Works: TypeAlias = Callable[[Equation, FlatJaxpr, Rule, int], bool]
 
 
-def rules(
-    flat: FlatJaxpr, works: Works, known: dict[Hashable, Rule | None]
-) -> list[Rule | None]:
+@dataclass(slots=True)
+class Known:
+    """Rules found before: by what an equation does, and by the equation itself."""
+
+    of_key: dict[Hashable, Rule | None] = field(default_factory=dict)
+    # With the equation, so that its id stays its own.
+    of_equation: dict[int, tuple[Equation, Rule | None]] = field(default_factory=dict)
+
+
+def rules(flat: FlatJaxpr, works: Works, known: Known) -> list[Rule | None]:
     """The rule of each equation; None for one that does everything at once.
 
     Args:
       flat: the function. All distinct equations are lowered side by side in one module.
       works: says along which labels.
-      known: the rules found before; grows.
+      known: grows.
     """
+    unknown = [e for e in flat.equations if id(e) not in known.of_equation]
+    found = _rules_by_keys(unknown, flat, works, known.of_key)
+    for e, rule in zip(unknown, found, strict=True):
+        known.of_equation[id(e)] = e, rule
+    return [known.of_equation[id(e)][1] for e in flat.equations]
+
+
+def _rules_by_keys(
+    equations: Sequence[Equation],
+    flat: FlatJaxpr,
+    works: Works,
+    known: dict[Hashable, Rule | None],
+) -> list[Rule | None]:
     new: dict[Hashable, Equation] = {}
     lowered: dict[Hashable, Equation] = {}
     keys: list[Hashable] = []
-    for e in flat.equations:
+    for e in equations:
         key = _key(e, flat) if _may_have_a_rule(e, flat) else None
         keys.append(key)
         if key is None or key in known:

@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 
 from jturnip.frontend import parts
-from jturnip.frontend.axes import Rule, rules
+from jturnip.frontend.axes import Known, Rule, rules
 from jturnip.frontend.stretches import Stretch, Stretches, read_by
 from jturnip.frontend.values import (
     Constant,
@@ -70,39 +70,68 @@ _OF_AXIS = 0.55
 _SEEDS = 3
 
 
+@dataclass(frozen=True, slots=True)
+class Where:
+    """Of a function's arguments and closed-over arrays, the values that are in host memory,
+    and those that stay on the device from the start to the end."""
+
+    hosted: frozenset[int]
+    staying: frozenset[int] = frozenset()
+
+
+@dataclass(slots=True)
+class _Search:
+    """What is known of a function's equations, and how many were looked at."""
+
+    rules: Known = field(default_factory=Known)
+    # What was not cut (`_Choice._signature`), and whether it need not be; what the keys
+    # name by their ids.
+    uncut: dict[Any, bool] = field(default_factory=dict)
+    named: dict[int, Any] = field(default_factory=dict)
+    # What a function (kept for its id) becomes by being cut so.
+    cut: dict[Any, tuple[FlatJaxpr, FlatJaxpr]] = field(default_factory=dict)
+    visited: int = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it takes too long."""
+        return self.visited > _MOST_VISITED
+
+
 def cut_along_axes(
-    flat: FlatJaxpr, hosted: Collection[int], arena: int, platform: str
+    flat: FlatJaxpr, where: Where, arena: int, platform: str
 ) -> Iterator[FlatJaxpr]:
     """The function with its large stretches cut, in some ways that are worth trying.
 
     Args:
       flat: a function of which something does not fit.
-      hosted: values of its arguments and closed-over arrays that are in host memory.
-      arena: bytes on the device; where there are none, there is no way.
+      where: where its arguments are.
+      arena: bytes on the device; where none are left, there is no way.
       platform: the device's.
     """
-    if arena <= 0:
+    arena -= sum(padded(flat.types[v].nbytes) for v in where.staying)
+    search = _Search()
+    if arena <= 0 or not _may_be_cut(flat, arena, where, search):
         return
     slow = _SLOW_IN_LOOPS.get(platform, frozenset())
     seen: set[Any] = set()
-    search = _Search()
     for (tighter, at_once, eager), share in itertools.product(_TRIES, _SHARES):
         least = max(1, int(arena / tighter * share))
-        room = _Room(arena // tighter, least, at_once, eager, slow)
+        room = _Room(arena // tighter, least, at_once, eager, slow, where)
         cut, key = flat, []
         for _ in range(_AXES):
-            again, how = _cut(cut, hosted, room, True, search)
+            again, how = _cut(cut, room, True, search)
             if search.is_over:
                 return
             if not how or len(again.equations) > _MOST_EQUATIONS + len(flat.equations):
                 break
             cut = again
             key.append(how)
-        cut, how = _cut(cut, hosted, room, False, search)
+        cut, how = _cut(cut, room, False, search)
         key.append(how)
         if any(key) and tuple(key) not in seen:
             seen.add(tuple(key))
-            if _may_fit(cut, arena):
+            if _may_fit(cut, arena, where):
                 yield cut
 
 
@@ -117,12 +146,12 @@ def name_of(e: Equation) -> str:
 def in_the_way(flat: FlatJaxpr, arena: int) -> str:
     """A sentence on the equation that is not done in less than there is, or "": one that
     has no axis, else the largest."""
-    large = {i: _touched_bytes(flat, e) for i, e in enumerate(flat.equations)}
+    large = {i: _nbytes(flat, _touched(e)) for i, e in enumerate(flat.equations)}
     among = [i for i, nbytes in large.items() if nbytes > arena > 0]
     if not among:
         return ""
     some = dataclasses.replace(flat, equations=tuple(flat.equations[i] for i in among))
-    axes = dict(zip(among, rules(some, parts.works, {}), strict=True))
+    axes = dict(zip(among, rules(some, parts.works, Known()), strict=True))
     i = max(among, key=lambda i: (axes[i] is None, large[i]))
     e = flat.equations[i]
     said = f'"{e.name}" ({e.source or "unknown line"})'
@@ -145,41 +174,39 @@ def _lengths(flat: FlatJaxpr, e: Equation, rule: Rule | None) -> list[int]:
     return list(found.values())
 
 
-def _may_fit(flat: FlatJaxpr, arena: int) -> bool:
-    """Whether it is worth trying: what each equation reads and writes is not twice as much
-    as there is."""
-    return all(_touched_bytes(flat, e) <= 2 * arena for e in flat.equations)
+def _may_be_cut(flat: FlatJaxpr, arena: int, where: Where, search: _Search) -> bool:
+    """Whether what has no axis may fit as it is."""
+    axes = rules(flat, parts.works, search.rules)
+    whole = [e for e, rule in zip(flat.equations, axes, strict=True) if rule is None]
+    return _may_fit(dataclasses.replace(flat, equations=tuple(whole)), arena, where)
 
 
-def _touched_bytes(flat: FlatJaxpr, e: Equation) -> int:
+def _may_fit(flat: FlatJaxpr, arena: int, where: Where) -> bool:
+    """Whether it is worth trying: what each equation reads and writes, beside what stays,
+    is not twice as much as there is."""
+    return all(
+        _nbytes(flat, _touched(e) - where.staying) <= 2 * arena for e in flat.equations
+    )
+
+
+def _touched(e: Equation) -> set[int]:
     """What an equation reads and writes."""
-    return _nbytes(flat, {*read_by(e), *e.outputs})
-
-
-@dataclass(slots=True)
-class _Search:
-    """What is known of a function's equations, and how many were looked at."""
-
-    known: dict[Any, Any] = field(default_factory=dict)
-    visited: int = 0
-
-    @property
-    def is_over(self) -> bool:
-        """Whether it takes too long."""
-        return self.visited > _MOST_VISITED
+    return {*read_by(e), *e.outputs}
 
 
 @dataclass(frozen=True, slots=True)
 class _Room:
-    """What there is, from what size on a value is large, what XLA is expected to hold of a
-    block, in values of the widest equation, whether tasks are made although blocks along
-    another axis may do, and which primitives are slow in loops."""
+    """What there is beside what stays, from what size on a value is large, what XLA is
+    expected to hold of a block, in values of the widest equation, whether tasks are made
+    although blocks along another axis may do, which primitives are slow in loops, and where
+    arguments are."""
 
     arena: int
     least: int
     at_once: float
     eager: bool
     slow: frozenset[str]
+    where: Where
 
     def is_slow_in_blocks(self, flat: FlatJaxpr, stretch: Stretch) -> bool:
         return any(flat.equations[i].name in self.slow for i in stretch.working)
@@ -192,6 +219,11 @@ class _Blocks:
     stretch: Stretch
     size: int
     nbytes: int
+
+    @property
+    def key(self) -> Any:
+        """The same for the same cut of the same function."""
+        return self.stretch.key, self.size
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,22 +238,25 @@ class _Tasks:
     # Results whose parts are put together in host memory; a task joins others.
     left_in_parts: frozenset[int]
 
+    @property
+    def key(self) -> Any:
+        """The same for the same cut of the same function."""
+        return self.stretch.key, self.size, self.sliced, self.left_in_parts
+
 
 _Cutting: TypeAlias = _Blocks | _Tasks
 
 
 def _cut(
     flat: FlatJaxpr,
-    hosted: Collection[int],
     room: _Room,
     tasks: bool,
     search: _Search,
 ) -> tuple[FlatJaxpr, tuple[Any, ...]]:
     """A function cut over tasks or in blocks, and what was cut how; nothing where nothing
     was."""
-    hosted = {*hosted, *(s.value for s in flat.slices)}
-    stretches = Stretches(flat, rules(flat, parts.works, search.known))
-    choice = _Choice(stretches, hosted, room, tasks, search)
+    stretches = Stretches(flat, rules(flat, parts.works, search.rules))
+    choice = _Choice(stretches, room, tasks, search)
     choice.cut(stretches.ruled(), room.least)
     many = sum(
         -(-c.stretch.length // c.size) * len(c.stretch.equations)
@@ -230,8 +265,11 @@ def _cut(
     )
     if not choice.cuttings or many > _MOST_EQUATIONS:
         return flat, ()
-    how = ((c.stretch.equations, c.stretch.length, c.size) for c in choice.cuttings)
-    return _New(stretches, choice.cuttings).result(), tuple(how)
+    how = tuple(c.key for c in choice.cuttings)
+    key = id(flat), how
+    if key not in search.cut:
+        search.cut[key] = flat, _New(stretches, choice.cuttings).result()
+    return search.cut[key][1], how
 
 
 class _Choice:
@@ -240,17 +278,17 @@ class _Choice:
     def __init__(
         self,
         stretches: Stretches,
-        hosted: Collection[int],
         room: _Room,
         tasks: bool,
         search: _Search,
     ):
         self._search = search
         self._stretches = stretches
-        self._hosted = hosted
         self._room = room
         self._tasks = tasks
+        self._hosted = room.where.hosted.union(s.value for s in stretches.flat.slices)
         self.cuttings: list[_Cutting] = []
+        self._taken: set[int] = set()
 
     def cut(self, among: Sequence[int], least: int) -> None:
         """Cuts what reads or writes values larger than `least`; where all that hangs
@@ -261,16 +299,59 @@ class _Choice:
 
     def _cut_together(self, members: Sequence[int]) -> bool:
         """Cuts the best stretch among some equations; whether anything is done for them."""
+        if self._fits(members):
+            return True
+        # Parts of a stretch are all alike: what is not cut in one is not in another.
+        alike = self._signature(members)
+        if alike not in self._search.uncut:
+            before = len(self.cuttings)
+            done = self._cut_best(members)
+            if len(self.cuttings) > before:
+                return True
+            self._search.uncut[alike] = done
+        return self._search.uncut[alike]
+
+    def _fits(self, members: Sequence[int]) -> bool:
+        """Whether no stretch among some equations need be cut, whichever it is."""
+        equations = self._stretches.flat.equations
+        touched = set().union(*(_touched(equations[i]) for i in members))
+        touched -= self._room.where.staying
+        most = _nbytes(self._stretches.flat, touched) * max(1, self._room.at_once)
+        return most <= self._room.arena
+
+    def _signature(self, members: Sequence[int]) -> Any:
+        """The same for equations that are the same but for the numbers of their values."""
+        stretches, room = self._stretches, self._room
+        flat, inside = stretches.flat, frozenset(members)
+        numbers: dict[int, int] = {}
+        found: list[Any] = [self._tasks, room.arena, room.at_once, room.eager]
+        for i in stretches.between(members):
+            e = flat.equations[i]
+            self._search.named[id(e.origin)] = e.origin
+            found.append((id(e.origin), i in inside, i in self._taken))
+            for v in (*e.inputs, *e.outputs):
+                if isinstance(v, Constant):
+                    found.append(v.type)
+                elif v in numbers:
+                    found.append(numbers[v])
+                else:
+                    numbers[v] = len(numbers)
+                    at_home = inside.issuperset(stretches.readers.get(v, ()))
+                    hosted, stays = v in self._hosted, v in room.where.staying
+                    is_result = v in stretches.results
+                    found.append((flat.types[v], hosted, stays, is_result, at_home))
+        return tuple(found)
+
+    def _cut_best(self, members: Sequence[int]) -> bool:
         seeds = self._seeds(members)
         self._search.visited += len(members) * len(seeds)
         if self._search.is_over:
             return True
-        taken = {i for cutting in self.cuttings for i in cutting.stretch.equations}
         found = [
             (stretch, dim)
             for value, dim in seeds
             if (stretch := self._stretches.along(members, value, dim)) is not None
-            and taken.isdisjoint(stretch.equations)
+            and self._taken.isdisjoint(stretch.equations)
         ]
         if self._tasks:
             tasks = [each for each in found if not self._fits_in_blocks(each[0])]
@@ -286,6 +367,7 @@ class _Choice:
                     best = cost, cutting
         if best is not None:
             self.cuttings.append(best[1])
+            self._taken.update(best[1].stretch.equations)
         return best is not None
 
     def _cutting(self, stretch: Stretch) -> _Cutting | None:
@@ -328,9 +410,9 @@ def _nbytes(flat: FlatJaxpr, values: Collection[int]) -> int:
     return sum(padded(flat.types[v].nbytes) for v in values)
 
 
-def _held(stretch: Stretch) -> set[int]:
-    """What is there whatever the blocks."""
-    return {*stretch.entering, *stretch.leaving, *stretch.reduced}
+def _held(stretch: Stretch, room: _Room) -> set[int]:
+    """What is there whatever the blocks, beside what stays."""
+    return {*stretch.entering, *stretch.leaving, *stretch.reduced} - room.where.staying
 
 
 def _partial_bytes(flat: FlatJaxpr, stretch: Stretch) -> int:
@@ -341,7 +423,7 @@ def _partial_bytes(flat: FlatJaxpr, stretch: Stretch) -> int:
 def _into_blocks(flat: FlatJaxpr, room: _Room, stretch: Stretch) -> _Blocks | None:
     """The fewest blocks that are expected to fit in one task, or as many as there may be:
     XLA may need less than is expected. None where the whole is expected to fit."""
-    whole = _nbytes(flat, _held(stretch)) + _partial_bytes(flat, stretch)
+    whole = _nbytes(flat, _held(stretch, room)) + _partial_bytes(flat, stretch)
     block = int(room.at_once * stretch.widest_bytes(flat))
     free = room.arena - whole
     if free <= 0 or block <= free or room.is_slow_in_blocks(flat, stretch):
@@ -357,7 +439,7 @@ def _into_tasks(
     does, or none are."""
     flat = stretches.flat
     block = int(room.at_once * stretch.widest_bytes(flat))
-    if _nbytes(flat, _held(stretch)) + block <= room.arena:
+    if _nbytes(flat, _held(stretch, room)) + block <= room.arena:
         return None
     sliced = frozenset(
         v for v in stretch.entering if _may_be_sliced(stretches, hosted, stretch, v)
@@ -365,7 +447,7 @@ def _into_tasks(
     left = frozenset(v for v in stretch.leaving if _may_be_left(stretches, stretch, v))
     cut = {v for v in stretch.leaving if v in stretch.dims}
     rows = sliced | cut
-    whole, in_parts = _nbytes(flat, _held(stretch) - rows), _nbytes(flat, rows)
+    whole, in_parts = _nbytes(flat, _held(stretch, room) - rows), _nbytes(flat, rows)
     if 2 * _nbytes(flat, cut - left) > room.arena:
         return None
     if not room.is_slow_in_blocks(flat, stretch):

@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from jturnip.frontend.axes import Rule
 from jturnip.frontend.costs import HEAVY
@@ -61,6 +62,11 @@ class Stretch:
     leaving: tuple[int, ...]
     # Positions along the axis; one is several along a dimension that is a multiple.
     length: int
+
+    @property
+    def key(self) -> Any:
+        """The same for the same stretch of the same function."""
+        return self.equations, self.length, tuple(sorted(self.dims.items()))
 
     @property
     def loops(self) -> int:
@@ -144,7 +150,7 @@ class Stretches:
     def __init__(self, flat: FlatJaxpr, of_equation: Sequence[Rule | None]):
         self.flat = flat
         self._rules = of_equation
-        self._results = frozenset(flat.result_values)
+        self.results = frozenset(flat.result_values)
         self.writer = {v: i for i, e in enumerate(flat.equations) for v in e.outputs}
         self.readers: dict[int, list[int]] = {}
         for i, e in enumerate(flat.equations):
@@ -180,7 +186,7 @@ class Stretches:
         for i in sorted(above):
             sets.setdefault(find(i), []).append(i)
         return [
-            [i for i in self._between(self._with_spread(each, inside)) if i in inside]
+            [i for i in self.between(self._with_spread(each, inside)) if i in inside]
             for each in sets.values()
         ]
 
@@ -212,7 +218,7 @@ class Stretches:
             outside = {r for x in e.outputs for r in self.readers.get(x, ())}
             if (
                 e.name not in HEAVY
-                and self._results.isdisjoint(e.outputs)
+                and self.results.isdisjoint(e.outputs)
                 and outside <= readers | found
             ):
                 found.add(i)
@@ -227,7 +233,7 @@ class Stretches:
         working = {i: label for i, label in labels.items() if label is not None}
         if not working:
             return None
-        equations = self._between(working)
+        equations = self.between(working)
         cut = {v for i in working for v in self.flat.equations[i].outputs if v in dims}
         for i in equations:
             e = self.flat.equations[i]
@@ -280,8 +286,8 @@ class Stretches:
         agree = all(dims.get(v, dim) == dim for v, dim in self._labelled(i, label))
         return label if agree else None
 
-    def _between(self, working: Collection[int]) -> tuple[int, ...]:
-        """With all equations on a way from one of these to another."""
+    def between(self, working: Collection[int]) -> tuple[int, ...]:
+        """Some equations, with all equations on a way from one of these to another."""
         equations = self.flat.equations
         among = range(min(working), max(working) + 1)
         after: set[int] = set()
@@ -326,7 +332,7 @@ class Stretches:
             v
             for i in equations
             for v in flat.equations[i].outputs
-            if v in self._results or not inside.issuperset(self.readers.get(v, ()))
+            if v in self.results or not inside.issuperset(self.readers.get(v, ()))
         ]
         return Stretch(
             equations=equations,

@@ -23,6 +23,7 @@ from jturnip.frontend.blocks import Where, name_of
 from jturnip.frontend.costs import DeviceRates
 from jturnip.frontend.hints import nested
 from jturnip.frontend.loops import Streaming, scan_counts
+from jturnip.frontend.overwriting import with_overwriting
 from jturnip.frontend.partition import Group, Partitioner
 from jturnip.frontend.values import FlatJaxpr, Parts, Type
 from jturnip.graph.memgraph import MemGraph
@@ -173,8 +174,10 @@ def split(
     partitioner = Partitioner(flat, rates(device))
     _refuse_early(flat, partitioner, arguments, budget, used)
     groups = partitioner.partition(0 if finest else arena // _SHARE)
+    staying = _not_to_be_lost(flat, arguments, repeated)
     compiled = None
     while True:
+        groups = with_overwriting(flat, groups, staying)
         compiled = _compile(flat, groups, arguments, compiled)
         used += compiled.executables
         graph, buffers = _build(flat, groups, arguments, compiled, to_host)
@@ -207,6 +210,18 @@ def split(
     )
 
 
+def _not_to_be_lost(
+    flat: FlatJaxpr, arguments: Arguments, repeated: bool
+) -> frozenset[int]:
+    """Values that no task may write over: they are the caller's, or for the next run."""
+    given = zip(flat.inputs, arguments.whose, strict=True)
+    staying = {v for v, w in given if w is Whose.CALLER_DEVICE or (repeated and w.on_host)}
+    staying.update(v for v, _ in flat.constants)
+    if repeated:
+        staying.update(s.value for s in flat.slices)
+    return frozenset(staying)
+
+
 def _least_bytes(graph: TaskGraph, there: Collection[BufferId]) -> int:
     """What a plan needs at least if some more buffers are on the device all the time."""
     bytes_of = [padded(b.nbytes) for b in graph.buffers]
@@ -214,7 +229,7 @@ def _least_bytes(graph: TaskGraph, there: Collection[BufferId]) -> int:
     largest = max(
         (
             padded(t.workspace)
-            + sum(bytes_of[b] for b in (*t.inputs, *t.outputs) if b not in staying)
+            + sum(bytes_of[b] for b in (*t.inputs, *t.new) if b not in staying)
             for t in graph.tasks
         ),
         default=0,
@@ -235,7 +250,10 @@ def _least_when_cut(
     least = _least_bytes(graph, there)
     if least <= arena:
         return least
-    finest, _ = _build(flat, partitioner.partition(0), arguments)
+    groups = with_overwriting(
+        flat, partitioner.partition(0), _not_to_be_lost(flat, arguments, False)
+    )
+    finest, _ = _build(flat, groups, arguments)
     workspace = max((padded(t.workspace) for t in graph.tasks), default=0)
     return min(least, _least_bytes(finest, there) + workspace)
 
@@ -466,7 +484,9 @@ def _refuse_early(
     least = partitioner.least_bytes(staying) + kept
     if max(least, bytes_at_start(flat, arguments)) <= arena:
         return
-    finest = partitioner.partition(0)
+    finest = with_overwriting(
+        flat, partitioner.partition(0), _not_to_be_lost(flat, arguments, False)
+    )
     bare, _ = _build(flat, finest, arguments)
     if smallest_budget(bare) <= arena:
         return
@@ -634,6 +654,7 @@ def _task(
         outputs=tuple(of_value[v] for v in group.outputs),
         name=name_of(lead),
         source=lead.source,
+        overwrites=group.overwrites,
         **fields,
     )
 

@@ -58,6 +58,7 @@ class GraphBuilder:
         *sizes: int,
         workspace: int = 0,
         seconds: float = 0,
+        overwrites: Sequence[tuple[int, int]] = (),
     ) -> tuple[BufferId, ...]:
         """Adds a task that writes one buffer per size; returns these."""
         outputs = tuple(BufferId(len(self.buffers) + k) for k in range(len(sizes)))
@@ -65,7 +66,7 @@ class GraphBuilder:
             self.buffers.append(Buffer(b, nbytes, Role.INTERMEDIATE))
         t = TaskId(len(self.tasks))
         task = Task(t, tuple(inputs), outputs, workspace, seconds=seconds, name=f"t{t}")
-        self.tasks.append(replace(task, executable=t))
+        self.tasks.append(replace(task, executable=t, overwrites=tuple(overwrites)))
         return outputs
 
     def build(
@@ -111,7 +112,31 @@ def random_taskgraph(rng: random.Random, tasks: int) -> TaskGraph:
     outputs = [b for b in written if rng.random() < (0.9 if b in unread else 0.1)]
     rng.shuffle(outputs)
     on_host = [b for b in outputs if rng.random() < 0.3]
-    return builder.build(outputs, on_host)
+    return _with_overwrites(rng, builder.build(outputs, on_host))
+
+
+def _with_overwrites(rng: random.Random, graph: TaskGraph) -> TaskGraph:
+    """Some tasks write over inputs that they are the last to read."""
+    last = {b: task.id for task in graph.tasks for b in task.inputs}
+    kept = {b.id for b in graph.buffers if b.pinned}.union(graph.outputs)
+    size = [b.nbytes for b in graph.buffers]
+    tasks: list[Task] = []
+    for task in graph.tasks:
+        pairs: list[tuple[int, int]] = []
+        for o, written in enumerate(task.outputs):
+            taken = {i for _, i in pairs}
+            over = [
+                i
+                for i, b in enumerate(task.inputs)
+                if last[b] == task.id and b not in kept and size[b] == size[written]
+                if i not in taken
+            ]
+            if over and rng.random() < 0.6:
+                pairs.append((o, rng.choice(over)))
+        tasks.append(replace(task, overwrites=tuple(pairs)))
+    graph = replace(graph, tasks=tuple(tasks))
+    graph.check()
+    return graph
 
 
 _SIZES = (0, 1, 2, 3, 4, 4, 4, 8, 16)
@@ -162,7 +187,7 @@ def smallest_budget(graph: TaskGraph) -> int:
     pinned = {b.id for b in graph.buffers if b.pinned}
     needs = [sum(b.nbytes for b in graph.buffers if b.start is Place.DEVICE)]
     for task in graph.tasks:
-        used = pinned.union(task.inputs, task.outputs)
+        used = pinned.union(task.inputs, task.new)
         needs.append(sum(size[b] for b in used) + task.workspace)
     return max(needs)
 
@@ -205,6 +230,9 @@ class PlanBuilder:
             self.instance(b, slot) for b, slot in zip(outputs, slots, strict=True)
         )
         op = self.op(OpKind.RUN, reads, writes, after, task=task, workspace=workspace)
+        pairs = self.graph.tasks[task].overwrites
+        over = tuple((writes[o], reads[i]) for o, i in pairs)
+        self.ops[op] = replace(self.ops[op], overwrites=over)
         return op, writes
 
     def offload(
@@ -341,30 +369,39 @@ class _SimplePlanner:
     def run(self, task: Task) -> None:
         used = {*task.inputs, *task.outputs}
         absent = [b for b in task.inputs if b not in self.on_device]
-        new = [self.graph.buffers[b].nbytes for b in [*absent, *task.outputs]]
+        new = [self.graph.buffers[b].nbytes for b in [*absent, *task.new]]
         self.make_room(sum(new) + task.workspace, used)
         for b in absent:
             ranges, freers = self.take(self.graph.buffers[b].nbytes)
             op, self.on_device[b] = self.builder.reload(self.on_host[b], ranges, freers)
             self.readers[self.on_device[b]] = [op]
+        reads = [self.on_device[b] for b in task.inputs]
+        over = {task.outputs[o]: reads[i] for o, i in task.overwrites}
         slots: list[Ranges] = []
         after: list[OpId] = []
-        for nbytes in [self.graph.buffers[b].nbytes for b in task.outputs]:
-            ranges, freers = self.take(nbytes)
+        for b in task.outputs:
+            if b in over:
+                slots.append(self.builder.instances[over[b]].ranges)
+                after += self.readers.pop(over[b], [])
+                continue
+            ranges, freers = self.take(self.graph.buffers[b].nbytes)
             slots.append(ranges)
             after += freers
         workspace, freers = self.take(task.workspace)
-        reads = [self.on_device[b] for b in task.inputs]
         op, writes = self.builder.run(task.id, reads, slots, workspace, [*after, *freers])
         self.give(workspace, op)
         for b, i in zip(task.outputs, writes, strict=True):
             self.on_device[b] = i
             self.readers[i] = [op]
         for b in task.inputs:
-            self.readers.setdefault(self.on_device[b], []).append(op)
             self.uses_left[b] -= 1
+            if b in task.overwritten:
+                del self.on_device[b]
+            else:
+                self.readers.setdefault(self.on_device[b], []).append(op)
         for b in [*task.inputs, *task.outputs]:
-            if not self.uses_left[b] and not self.graph.buffers[b].pinned:
+            used_up = not self.uses_left[b] and b in self.on_device
+            if used_up and not self.graph.buffers[b].pinned:
                 self.drop(b)
 
     def make_room(self, nbytes: int, keep: set[BufferId]) -> None:
@@ -472,9 +509,23 @@ class _Story:
         ops = memgraph.ops
         self.writers = [[op.id for op in ops if i in op.writes] for i in count]
         self.readers = [[op.id for op in ops if i in op.reads] for i in count]
+        # A run that writes over an instance ends it, as a drop does.
         self.drops = [
-            [op.id for op in ops if i in op.reads and op.kind is OpKind.DROP] for i in count
+            [
+                op.id
+                for op in ops
+                if (i in op.reads and op.kind is OpKind.DROP)
+                or i in [read for _, read in op.overwrites]
+            ]
+            for i in count
         ]
+        # (op, ranges): one occupant has them up to the op, the next from it on.
+        self.passed_on = {
+            (op.id, memgraph.instances[i].ranges)
+            for op in ops
+            for pair in op.overwrites
+            for i in pair
+        }
 
     def over(self, a: int, b: int) -> bool:
         return bool(self.reach[b] >> a & 1)
@@ -532,7 +583,14 @@ class _Story:
 
     def follows(self, first: _Occupant, second: _Occupant) -> bool:
         """Whether `first` is over before `second` begins, in every order."""
-        return any(self.over(end, begin) for end in first[2] for begin in second[1])
+        passed_on = first[0] == second[0] and any(
+            end == begin and (end, first[0]) in self.passed_on
+            for end in first[2]
+            for begin in second[1]
+        )
+        return passed_on or any(
+            self.over(end, begin) for end in first[2] for begin in second[1]
+        )
 
     def ends(self) -> list[str]:
         wrong: list[str] = []

@@ -2,20 +2,30 @@
 
 import json
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
-from support import random_taskgraph, simple_plan, smallest_budget, taskgraphs
+from support import (
+    GraphBuilder,
+    random_taskgraph,
+    simple_plan,
+    smallest_budget,
+    taskgraphs,
+)
 
 from jturnip.graph.memgraph import MemGraph
 from jturnip.graph.serialize import memgraph_from_json_dict, memgraph_to_json_dict
 from jturnip.graph.taskgraph import TaskGraph
+from jturnip.planner.planner import plan as make_plan
 from jturnip.planner.verify import verify
 
 
 def some_plan() -> tuple[TaskGraph, MemGraph]:
+    """One in which nothing is written over."""
     graph = random_taskgraph(random.Random(3), tasks=30)
+    graph = replace(graph, tasks=tuple(replace(t, overwrites=()) for t in graph.tasks))
     return graph, simple_plan(graph, smallest_budget(graph))
 
 
@@ -50,6 +60,19 @@ def test_the_keys_are_those_of_the_schema() -> None:
     }
 
 
+def test_only_a_plan_that_writes_over_what_it_reads_is_of_the_second_schema() -> None:
+    builder = GraphBuilder()
+    (y,) = builder.task([builder.input(4)], 4, overwrites=[(0, 0)])
+    graph = builder.build([y])
+    memgraph = make_plan(graph, 4096)
+    plan = memgraph_to_json_dict(graph, memgraph)
+    (run,) = [op for op in plan["ops"] if op["kind"] == "run"]
+    assert plan["schema"] == 2
+    assert plan["tasks"][0]["overwrites"] == [[0, 0]]
+    assert run["overwrites"] == [[run["writes"][0], run["reads"][0]]]
+    assert memgraph_from_json_dict(through_text(plan)) == (graph, memgraph)
+
+
 def test_ops_say_their_kind_ranges_and_reasons_in_plain_json() -> None:
     graph, memgraph = some_plan()
     ops = memgraph_to_json_dict(graph, memgraph)["ops"]
@@ -64,8 +87,8 @@ def test_ops_say_their_kind_ranges_and_reasons_in_plain_json() -> None:
 
 def test_another_schema_is_refused() -> None:
     plan = memgraph_to_json_dict(*some_plan())
-    for schema in (2, None, "1"):
-        with pytest.raises(ValueError, match=r"schema .*this version reads 1"):
+    for schema in (3, None, "1"):
+        with pytest.raises(ValueError, match=r"schema .*this version reads 1 and 2"):
             memgraph_from_json_dict(plan | {"schema": schema})
     with pytest.raises(ValueError, match="schema None"):
         memgraph_from_json_dict({})

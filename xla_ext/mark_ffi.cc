@@ -12,8 +12,9 @@ namespace {
 
 using Scalar = ffi::BufferR0<ffi::S32>;
 
+// The remaining results are the arrays waited for, in their own memory.
 ffi::Error MarkCpu(ffi::AnyBuffer, Scalar slot, ffi::RemainingArgs,
-                   ffi::Result<Scalar> result) {
+                   ffi::Result<Scalar> result, ffi::RemainingRets) {
   const int32_t number = *slot.typed_data();
   *result->typed_data() = number;
   MarkSlots::Global().Fire(number);
@@ -21,7 +22,8 @@ ffi::Error MarkCpu(ffi::AnyBuffer, Scalar slot, ffi::RemainingArgs,
 }
 
 ffi::Error MarkCuda(void* stream, ffi::AnyBuffer, Scalar slot,
-                    ffi::RemainingArgs, ffi::Result<Scalar> result) {
+                    ffi::RemainingArgs, ffi::Result<Scalar> result,
+                    ffi::RemainingRets) {
   std::string error;
   const CudaDriver* const driver = FindCudaDriver(&error);
   if (driver != nullptr) {
@@ -40,7 +42,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JturnipMarkCpu, jturnip::MarkCpu,
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<jturnip::Scalar>()
                                   .RemainingArgs()
-                                  .Ret<jturnip::Scalar>());
+                                  .Ret<jturnip::Scalar>()
+                                  .RemainingRets());
 
 // Without the command-buffer trait: a host function cannot be replayed with new
 // slots.
@@ -50,4 +53,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JturnipMarkCuda, jturnip::MarkCuda,
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<jturnip::Scalar>()
                                   .RemainingArgs()
-                                  .Ret<jturnip::Scalar>());
+                                  .Ret<jturnip::Scalar>()
+                                  .RemainingRets());

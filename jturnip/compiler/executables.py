@@ -6,7 +6,7 @@ these are operands (`key 3` of a layer, `0.9 ** 3`). An executable takes device 
 those numbers, and gives device arrays; nothing in it moves data between memories. It gives
 one more result than its task, a number that is ready when all its work is over. Where
 completion marks are there, it takes one more argument, a mark's slot, and that last result
-is the mark's.
+is the mark's. Operands that it writes over are donated to it.
 
 An executable lives as long as a program that uses it.
 """
@@ -56,6 +56,8 @@ class Executable:
     # Whether it may be run on zeros: no loop that might not end, no call out of XLA, and
     # no argument that cannot be made from numpy's zeros.
     may_be_tried: bool
+    # (result, argument), by position: the one is written over the other, which is used up.
+    overwrites: tuple[tuple[int, int], ...] = ()
     # Time of one call as measured, or None.
     seconds: float | None = field(default=None)
 
@@ -270,7 +272,12 @@ def _lower(task: _Work, how: How, marked: bool) -> tuple[Any, Any]:
     function = _as_function(task, marked)
     try:
         options = dict(how.options) or None
-        jitted = jax.jit(function, keep_unused=True, compiler_options=options)
+        jitted = jax.jit(
+            function,
+            keep_unused=True,
+            donate_argnums=[i for _, i in task.group.overwrites],
+            compiler_options=options,
+        )
         return jitted, jitted.lower(*structs)
     except Exception as error:
         error.add_note(f"This was said of {_described(task)}, a part of the function.")
@@ -279,6 +286,7 @@ def _lower(task: _Work, how: How, marked: bool) -> tuple[Any, Any]:
 
 def _as_function(work: _Work, marked: bool) -> Callable[..., Any]:
     flat, group = work.flat, work.group
+    turned = [at for at, v in enumerate(group.outputs) if v in _turned(flat, group)]
 
     def task(*arguments: Any) -> list[Any]:
         read = len(group.inputs)
@@ -293,7 +301,9 @@ def _as_function(work: _Work, marked: bool) -> Callable[..., Any]:
             values.update(zip(equation.outputs, equation.bind(operands), strict=True))
         results = [values[v] for v in group.outputs]
         # XLA makes all results of an executable ready together, so any small one will do.
-        done = _mark(results, arguments[-1]) if marked else jnp.int32(0)
+        done = jnp.int32(0)
+        if marked:
+            done, results = _marked(results, turned, arguments[-1])
         return [*results, done]
 
     task.__name__ = f"jturnip_{lead(flat, group)}"
@@ -315,10 +325,38 @@ def lead_equation(flat: FlatJaxpr, group: Group) -> int:
     return max(group.equations, key=lambda e: costs.flops(flat.equations[e].origin))
 
 
-def _mark(results: Sequence[Any], slot: Any) -> Any:
-    """A mark that fires after all results are written."""
+def _turned(flat: FlatJaxpr, group: Group) -> set[int]:
+    """Values that XLA may make in another order than the row-major one that they leave in:
+    transposed ones, and what is made of them element by element."""
+    turned: set[int] = set()
+    for i in group.equations:
+        e = flat.equations[i]
+        follows = e.name in costs.ELEMENTWISE and not turned.isdisjoint(
+            v for v in e.inputs if not isinstance(v, Constant)
+        )
+        if e.name == "transpose" or follows:
+            turned.update(e.outputs)
+    return turned
+
+
+def _marked(
+    results: Sequence[Any], turned: Sequence[int], slot: Any
+) -> tuple[Any, list[Any]]:
+    """A mark that fires after all results are written, and the results.
+
+    Args:
+      results: what the task writes.
+      turned: positions of those that pass through the mark.
+      slot: the mark's.
+    """
     plain = [jax.random.key_data(r) if is_key(r.dtype) else r for r in results]
-    return marks.mark(*(plain[:1] or [slot]), slot, *plain[1:])
+    through = [at for at in turned if plain[at] is results[at]]
+    waited = [r for at, r in enumerate(plain) if at not in through]
+    done, passed = marks.mark_passing([plain[at] for at in through], slot, *waited)
+    written = list(results)
+    for at, result in zip(through, passed, strict=True):
+        written[at] = result
+    return done, written
 
 
 def _compile(
@@ -351,6 +389,7 @@ def _compile(
         ),
         may_be_tried=all(_may_be_tried(flat.equations[e].origin) for e in group.equations)
         and all(_can_be_made_up(flat.types[v].dtype) for v in group.inputs),
+        overwrites=group.overwrites,
     )
     return executable, origin
 
@@ -431,6 +470,9 @@ def _seconds(
     arguments += [token] if executable.marked else []
     seconds: list[float] = []
     while len(seconds) < 3 or (len(seconds) < 8 and sum(seconds) < _TRIAL_SECONDS):
+        for _, i in executable.overwrites if seconds else ():  # used up by the last call
+            arguments[i] = memory.zeros(executable.arguments[i], sharding)
+        jax.block_until_ready(arguments)
         began = time.perf_counter()
         jax.block_until_ready(executable.call(*arguments))
         seconds.append(time.perf_counter() - began)
@@ -473,6 +515,7 @@ def group_key(flat: FlatJaxpr, group: Group) -> tuple[Hashable, dict[Place, Hash
         tuple(_type_key(flat.types[v]) for v in group.inputs),
         tuple(equations),
         tuple(names[v] for v in group.outputs),
+        group.overwrites,
     )
     return bare, written
 

@@ -34,6 +34,16 @@ HEAVY = frozenset(
     " pjit".split()
 )
 
+# Every element of a result comes from the elements at its place; scalars go with any shape.
+ELEMENTWISE = frozenset(
+    "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp clz"
+    " complex conj convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv"
+    " erfc exp exp2 expm1 floor ge gt imag integer_pow is_finite le lgamma log log1p"
+    " logistic lt max min mul name ne neg nextafter not or pow real reduce_precision rem"
+    " round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin"
+    " sinh sqrt square sub tan tanh xor".split()
+)
+
 
 def flops(eqn: Any) -> float:
     """Floating-point operations of a jaxpr equation, near enough."""

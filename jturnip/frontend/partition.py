@@ -37,7 +37,7 @@ _LAYOUT = frozenset(
 )
 # Row-major arrays keep their bytes under these, if none are added.
 _RENAMING = frozenset("reshape squeeze expand_dims broadcast_in_dim".split())
-_SMALL = 4096  # bytes of a value that is not worth a thought
+SMALL = 4096  # bytes of a value that is not worth a thought
 _BLOWN_UP = 4  # a broadcast that grows its operand this much is repeated
 _WORTH_CUTTING = 0.7  # a cut helps if no half holds more than this share
 _DEEPEST = 12  # equations that one reader may have to repeat
@@ -50,6 +50,8 @@ class Group:
     equations: tuple[int, ...]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
+    # (output, input), by position: the one is to be written over the other.
+    overwrites: tuple[tuple[int, int], ...] = ()
 
 
 class Partitioner:
@@ -105,13 +107,13 @@ class Partitioner:
             written = sum(self._nbytes[v] for v in equation.outputs)
             if (
                 equation.name not in _TRIVIAL
-                or written <= _SMALL
+                or written <= SMALL
                 or not self._results.isdisjoint(equation.outputs)
             ):
                 continue
             values = [v for v in equation.inputs if isinstance(v, int)]
             small = all(
-                self._nbytes[v] <= _SMALL or self._writer.get(v) in repeated for v in values
+                self._nbytes[v] <= SMALL or self._writer.get(v) in repeated for v in values
             )
             blown_up = equation.name == "broadcast_in_dim" and all(
                 self._nbytes[v] * _BLOWN_UP <= written for v in values

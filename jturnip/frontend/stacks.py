@@ -15,6 +15,7 @@ import jax.extend.core
 import jax.numpy as jnp
 from jax import lax
 
+from jturnip.frontend.costs import ELEMENTWISE
 from jturnip.frontend.tables import Sparse
 from jturnip.frontend.values import Constant, Type, bind
 
@@ -57,15 +58,6 @@ def bounds(length: int, rows: int) -> list[tuple[int, int]]:
     return [(at, min(at + rows, length)) for at in range(0, length, rows)]
 
 
-# Every element of a result comes from the elements at its place; scalars go with any shape.
-_ELEMENTWISE = frozenset(
-    "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp clz"
-    " complex conj convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv"
-    " erfc exp exp2 expm1 floor ge gt imag integer_pow is_finite le lgamma log log1p"
-    " logistic lt max min mul name ne neg nextafter not or pow real reduce_precision rem"
-    " round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin"
-    " sinh sqrt square sub tan tanh xor".split()
-)
 # Work along the axes that one of these params names, each other index by itself.
 _ALONG = {
     "argmax": "axes",
@@ -105,7 +97,7 @@ def works_by_rows(eqn: Any, operands: Sequence[Value]) -> bool:
     name, params = eqn.primitive.name, eqn.params
     length = stacks[0].type.shape[0]
     shapes = [v.aval.shape for v in eqn.invars]
-    if name in _ELEMENTWISE:
+    if name in ELEMENTWISE:
         return all(not s or s == eqn.outvars[0].aval.shape for s in shapes)
     if name in _ALONG:
         along = params[_ALONG[name]]

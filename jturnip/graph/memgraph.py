@@ -14,11 +14,12 @@ Four kinds of op:
 | reload | a host instance | a fresh device instance of the same buffer |
 | drop | the device instance whose bytes it frees | nothing |
 
-Only a drop frees a slot (a run frees its own workspace). An offload copies: the device
-instance stays until its drop. A host instance is never freed by an op; the runtime lets go
-of it after its last reader. Differs from TURNIP (section 4 of the paper), where `evict`
-copies and frees at once and `alloc`/`del` carry the memory dependencies: here a drop is the
-`del`, and the op that takes the bytes depends on it directly.
+Only a drop frees a slot (a run frees its own workspace), but a run may write an output over
+an input: then that instance is over, and the output's has its slot. An offload copies: the
+device instance stays until its drop. A host instance is never freed by an op; the runtime
+lets go of it after its last reader. Differs from TURNIP (section 4 of the paper), where
+`evict` copies and frees at once and `alloc`/`del` carry the memory dependencies: here a
+drop is the `del`, and the op that takes the bytes depends on it directly.
 """
 
 import enum
@@ -89,6 +90,8 @@ class Op:
     # Ranges a run uses for its temporaries, its own until it ends.
     workspace: Ranges
     deps: tuple[Dep, ...]
+    # (written, read): instances of a run of which the first takes over the second's slot.
+    overwrites: tuple[tuple[InstanceId, InstanceId], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,6 +116,7 @@ def naive_peak(memgraph: MemGraph, order: Sequence[OpId]) -> int:
         op = memgraph.ops[position]
         if op.kind is OpKind.DROP:
             live -= set(op.reads)
+        live -= {read for _, read in op.overwrites}
         live |= set(op.writes)
         occupied = sum(_size(memgraph.instances[i].ranges) for i in live)
         peak = max(peak, occupied + _size(op.workspace))
@@ -128,9 +129,14 @@ def _perform(graph: TaskGraph, memory: "_Memory", op: Op) -> None:
             assert op.task is not None
             # Temporaries and outputs may be written at any moment while the task reads.
             memory.scribble(op.workspace)
+            slots = [i.ranges for i in memory.memgraph.instances]
+            over = {w for w, r in op.overwrites if slots[w] == slots[r]}
             for i in op.writes:
-                memory.forget(i)
+                if i not in over:
+                    memory.forget(i)
             results = apply_task(graph.tasks[op.task], [memory.read(i) for i in op.reads])
+            for _, read in op.overwrites:
+                memory.forget(read)
             for i, value in zip(op.writes, results, strict=True):
                 memory.write(i, value)
             memory.scribble(op.workspace)

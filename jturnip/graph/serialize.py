@@ -20,7 +20,9 @@ from jturnip.graph.memgraph import (
 from jturnip.graph.taskgraph import Buffer, BufferId, Place, Role, Task, TaskGraph, TaskId
 
 
-SCHEMA = 1
+# Schema 2 is schema 1 with tasks that write over what they read; a plan without any is
+# written as schema 1.
+SCHEMAS = (1, 2)
 
 # A JSON object.
 Json = dict[str, Any]
@@ -29,7 +31,7 @@ Json = dict[str, Any]
 def memgraph_to_json_dict(graph: TaskGraph, memgraph: MemGraph) -> Json:
     """The whole plan; `ops` stand in a valid serial order."""
     return {
-        "schema": SCHEMA,
+        "schema": 2 if any(task.overwrites for task in graph.tasks) else 1,
         "gpu_bytes": memgraph.gpu_bytes,
         "buffers": [_buffer_to_json(buffer) for buffer in graph.buffers],
         "tasks": [_task_to_json(task) for task in graph.tasks],
@@ -48,8 +50,9 @@ def memgraph_from_json_dict(plan: Json) -> tuple[TaskGraph, MemGraph]:
       ValueError: the schema is not one this version knows, or something is missing.
     """
     schema = plan.get("schema")
-    if schema != SCHEMA:
-        raise ValueError(f"the plan has schema {schema!r}; this version reads {SCHEMA}")
+    if schema not in SCHEMAS:
+        known = " and ".join(map(str, SCHEMAS))
+        raise ValueError(f"the plan has schema {schema!r}; this version reads {known}")
     try:
         graph = TaskGraph(
             buffers=tuple(_buffer_from_json(buffer) for buffer in plan["buffers"]),
@@ -93,7 +96,7 @@ def _buffer_from_json(buffer: Json) -> Buffer:
 
 
 def _task_to_json(task: Task) -> Json:
-    return {
+    plain: Json = {
         "id": task.id,
         "inputs": list(task.inputs),
         "outputs": list(task.outputs),
@@ -105,6 +108,9 @@ def _task_to_json(task: Task) -> Json:
         "source": task.source,
         "executable": task.executable,
     }
+    if task.overwrites:
+        plain["overwrites"] = [list(pair) for pair in task.overwrites]
+    return plain
 
 
 def _task_from_json(task: Json) -> Task:
@@ -119,6 +125,7 @@ def _task_from_json(task: Json) -> Task:
         name=task["name"],
         source=task["source"],
         executable=task["executable"],
+        overwrites=tuple((o, i) for o, i in task.get("overwrites", ())),
     )
 
 
@@ -141,7 +148,7 @@ def _instance_from_json(instance: Json) -> Instance:
 
 
 def _op_to_json(op: Op) -> Json:
-    return {
+    plain: Json = {
         "id": op.id,
         "kind": op.kind.value,
         "task": op.task,
@@ -152,6 +159,10 @@ def _op_to_json(op: Op) -> Json:
         # Beside `deps`, one for one.
         "why": [dep.why for dep in op.deps],
     }
+    if op.overwrites:
+        # [written, read]: the first instance takes over the second's ranges.
+        plain["overwrites"] = [list(pair) for pair in op.overwrites]
+    return plain
 
 
 def _op_from_json(op: Json) -> Op:
@@ -165,6 +176,10 @@ def _op_from_json(op: Json) -> Op:
         deps=tuple(
             Dep(OpId(earlier), DepKind(kind), why)
             for (earlier, kind), why in zip(op["deps"], op["why"], strict=True)
+        ),
+        overwrites=tuple(
+            (InstanceId(written), InstanceId(read))
+            for written, read in op.get("overwrites", ())
         ),
     )
 

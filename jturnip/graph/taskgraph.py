@@ -68,6 +68,22 @@ class Task:
     source: str = ""
     # Index of its executable among the distinct executables of the function.
     executable: int = 0
+    # (position of an output, position of an input): the output takes over the bytes of the
+    # input, which nobody reads any more.
+    overwrites: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def overwritten(self) -> tuple[BufferId, ...]:
+        """The inputs whose bytes outputs take over."""
+        return tuple([self.inputs[i] for _, i in self.overwrites])
+
+    @property
+    def new(self) -> tuple[BufferId, ...]:
+        """The outputs that take bytes of their own."""
+        if not self.overwrites:
+            return self.outputs
+        over = {o for o, _ in self.overwrites}
+        return tuple([b for o, b in enumerate(self.outputs) if o not in over])
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +102,7 @@ class TaskGraph:
             assert buffer.nbytes >= 0, f"buffer {position} has {buffer.nbytes} bytes"
             assert not buffer.pinned or buffer.start is Place.DEVICE
         written = {b.id for b in self.buffers if b.start is not None}
+        kept = {b.id for b in self.buffers if b.pinned}.union(self.outputs)
         for position, task in enumerate(self.tasks):
             assert task.id == position, f"task {task.id} stands at {position}"
             assert len(set(task.inputs)) == len(task.inputs)
@@ -94,6 +111,14 @@ class TaskGraph:
             for b in task.outputs:
                 assert b not in written, f"task {position} writes buffer {b} again"
                 written.add(b)
+            outputs = {o for o, _ in task.overwrites}
+            assert len(outputs) == len(set(task.overwritten)) == len(task.overwrites)
+            for o, i in task.overwrites:
+                over, b = task.outputs[o], task.inputs[i]
+                assert b not in kept, f"task {position} writes over buffer {b}, which stays"
+                sizes = self.buffers[over].nbytes, self.buffers[b].nbytes
+                assert sizes[0] == sizes[1], f"task {position} overwrites {sizes} bytes"
+                written.remove(b)  # who reads it later reads what is not there
         assert len(set(self.outputs)) == len(self.outputs)
         for b in self.outputs:
             assert self.buffers[b].start is None, f"output {b} is an input"

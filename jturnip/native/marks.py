@@ -10,6 +10,7 @@ import importlib.metadata
 import pathlib
 import re
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -17,6 +18,7 @@ import numpy as np
 
 
 _TARGET = "jturnip_mark"
+_SLOT = jax.ShapeDtypeStruct((), np.dtype(np.int32))
 _REBUILD = "pip install --no-build-isolation --no-deps --force-reinstall ."
 _lock = threading.Lock()
 
@@ -63,8 +65,36 @@ def mark(x: jax.Array, slot: jax.Array, *more: jax.Array) -> jax.Array:
     Returns:
       The slot number, a scalar int32.
     """
-    call = jax.ffi.ffi_call(_TARGET, jax.ShapeDtypeStruct((), np.dtype(np.int32)))
+    call = jax.ffi.ffi_call(_TARGET, _SLOT)
     return call(x, slot, *more)
+
+
+def mark_passing(
+    passed: Sequence[jax.Array], slot: jax.Array, *more: jax.Array
+) -> tuple[jax.Array, list[jax.Array]]:
+    """Like `mark`, for arrays of which some pass through it, in their own memory.
+
+    A custom call takes arrays in row-major order. Where an array is made in another, XLA
+    writes it down twice: for the call, and for who else wants it. What passes through the
+    call is written once.
+
+    Args:
+      passed: arrays of which the caller uses only what is returned.
+      slot: as for `mark`.
+      *more: arrays to wait for as well.
+
+    Returns:
+      The slot number, and `passed`.
+    """
+    if not passed:
+        return mark(*(more[:1] or [slot]), slot, *more[1:]), []
+    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in passed]
+    # The slot is the second argument, its number the first result.
+    places = [0, *range(2, len(passed) + 1)]
+    aliases = {place: at + 1 for at, place in enumerate(places)}
+    call = jax.ffi.ffi_call(_TARGET, [_SLOT, *types], input_output_aliases=aliases)
+    done, *results = call(passed[0], slot, *passed[1:], *more)
+    return done, results
 
 
 @functools.cache

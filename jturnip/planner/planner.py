@@ -71,7 +71,7 @@ def resident_bytes(graph: TaskGraph) -> int:
 
 def task_bytes(graph: TaskGraph, task: Task) -> int:
     """Device bytes that `task` needs at once, beside the arrays the caller keeps."""
-    buffers = (graph.buffers[b] for b in task.inputs + task.outputs)
+    buffers = (graph.buffers[b] for b in task.inputs + task.new)
     return padded(task.workspace) + sum(padded(b.nbytes) for b in buffers if not b.pinned)
 
 
@@ -238,8 +238,10 @@ class _Builder:
             return False
         for b in reloads:
             self._reload(b, position)
-        for b in task.outputs:
+        for b in task.new:
             self._reserved[b] = self._arena.take(self._sizes[b])
+        if task.overwrites:  # these have the slots of inputs
+            self._reserved.update((task.outputs[o], ((), ())) for o, _ in task.overwrites)
         workspace = padded(task.workspace)
         while self._workspaces and self._workspaces[-1][1] <= workspace:
             self._workspaces.pop()
@@ -254,7 +256,7 @@ class _Builder:
         reloads = [
             b for b in task.inputs if b not in self._device and b not in self._reserved
         ]
-        return reloads, sum(self._sizes[b] for b in (*reloads, *task.outputs))
+        return reloads, sum(self._sizes[b] for b in (*reloads, *task.new))
 
     def _workspace_after(self, position: int, executed: int) -> int:
         """The largest workspace among the unexecuted tasks up to `position`."""
@@ -294,21 +296,27 @@ class _Builder:
             if i in self._writer
         ]
         reads = tuple(self._device[b] for b in task.inputs)
+        over = dict(task.overwrites)
         writes = []
-        for b in task.outputs:
+        for o, b in enumerate(task.outputs):
             ranges, freers = self._reserved.pop(b)
+            if o in over:
+                ranges, freers = self._given_up(task.inputs[over[o]])
             deps += self._memory_deps(freers, "writes", b)
             writes.append(self._add_instance(b, ranges, on_host=False))
         workspace, freers = self._arena.take(padded(task.workspace))
         deps += [Dep(f, DepKind.MEMORY, "uses bytes for workspace") for f in freers]
         if self._strategy.serial and self._runs:
             deps.append(Dep(self._runs[-1], DepKind.ORDER, "keeps the simulated order"))
-        self._emit(OpKind.RUN, deps, reads, tuple(writes), task.id, workspace)
+        overwrites = tuple((writes[o], reads[i]) for o, i in task.overwrites)
+        self._emit(OpKind.RUN, deps, reads, tuple(writes), task.id, workspace, overwrites)
         self._runs.append(op)
         self._arena.free(workspace, op)
+        overwritten = task.overwritten
         for b in task.inputs:
             self._uses[b].pop()
-            self._after_use(b, position)
+            if b not in overwritten:
+                self._after_use(b, position)
         for b in task.outputs:
             if self._graph.buffers[b].end_on_host:
                 self._offload(b, position)
@@ -322,6 +330,11 @@ class _Builder:
             self._drop_used_up(b)
         else:
             self._offer_as_victim(b)
+
+    def _given_up(self, b: BufferId) -> tuple[Ranges, tuple[OpId, ...]]:
+        """The slot of what is written over, and the ops that must be over before."""
+        instance = self._device.pop(b)
+        return self._instances[instance].ranges, tuple(self._readers.pop(instance, ()))
 
     def _drop_used_up(self, b: BufferId) -> None:
         if not self._graph.buffers[b].pinned:
@@ -386,11 +399,12 @@ class _Builder:
         writes: tuple[InstanceId, ...],
         task: TaskId | None = None,
         workspace: Ranges = (),
+        overwrites: tuple[tuple[InstanceId, InstanceId], ...] = (),
     ) -> OpId:
         op = OpId(len(self._ops))
         distinct = {d.op: d for d in reversed(deps)}
         kept = tuple(distinct[o] for o in sorted(distinct))
-        self._ops.append(Op(op, kind, task, reads, writes, workspace, kept))
+        self._ops.append(Op(op, kind, task, reads, writes, workspace, kept, overwrites))
         if kind is not OpKind.DROP:
             for i in reads:
                 if not self._instances[i].on_host:

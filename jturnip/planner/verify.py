@@ -34,6 +34,7 @@ class InvalidPlan(InternalError):
     | ranges | ranges overlap, are unsorted or empty, or a host instance has some |
     | budget | ranges lie outside the arena |
     | too-small | a slot or workspace holds fewer bytes than asked for |
+    | overwrite | an output is not in the slot of the input that its task writes it over |
     | start | the instances at the start are not the inputs and constants, once each |
     | shape | an op reads, writes or carries what its kind does not |
     | wrong-buffer | an instance is of another buffer than it must be |
@@ -84,6 +85,8 @@ def peak_bytes(memgraph: MemGraph) -> int:
             continue
         for i in op.writes:
             occupied += slot_bytes[i]
+        for _, read in op.overwrites:
+            occupied -= slot_bytes[read]
         peak = max(peak, occupied + sum(nbytes for _, nbytes in op.workspace))
     return peak
 
@@ -194,8 +197,8 @@ def _check_ops(graph: TaskGraph, memgraph: MemGraph) -> None:
         if len(op.reads) != 1 or len(op.writes) != writes:
             what = f"reads {len(op.reads)} and writes {len(op.writes)} instances"
             _fail_op(graph, "shape", op, what)
-        if op.task is not None or op.workspace:
-            _fail_op(graph, "shape", op, "has a task or a workspace")
+        if op.task is not None or op.workspace or op.overwrites:
+            _fail_op(graph, "shape", op, "has a task, a workspace or overwrites")
         read = memgraph.instances[op.reads[0]]
         if read.on_host != (op.kind is OpKind.RELOAD):
             _fail_op(graph, "wrong-memory", op, f"reads instance {read.id}")
@@ -223,6 +226,13 @@ def _check_run(graph: TaskGraph, memgraph: MemGraph, op: Op) -> None:
     for i in op.reads + op.writes:
         if instances[i].on_host:
             _fail_op(graph, "wrong-memory", op, f"uses instance {i}, on the host")
+    pairs = tuple([(op.writes[o], op.reads[i]) for o, i in task.overwrites])
+    if op.overwrites != pairs:
+        _fail_op(graph, "overwrite", op, f"overwrites {op.overwrites}, not {pairs}")
+    for written, read in pairs:
+        if instances[written].ranges != instances[read].ranges:
+            what = f"writes instance {written} elsewhere than over instance {read}"
+            _fail_op(graph, "overwrite", op, what)
 
 
 def _check_each_task_runs_once(graph: TaskGraph, memgraph: MemGraph) -> None:
@@ -313,6 +323,10 @@ class _Walk:
     def drop(self, op: Op) -> list[_Need]:
         """A drop waits for all who read the instance; those wait for its writer."""
         (i,) = op.reads
+        return self.ends(op, i)
+
+    def ends(self, op: Op, i: int) -> list[_Need]:
+        """An instance is over with an op: those who read it before must be."""
         buffer = self.graph.buffers[self.memgraph.instances[i].buffer]
         if self.dropped[i] != _NEVER:
             self.fail(op, "dropped-twice", i, f"op {self.dropped[i]} dropped it before")
@@ -322,7 +336,7 @@ class _Walk:
         readers = self.readers.pop(i, None)
         if readers is None:
             return self.written_before(op, i)
-        return [_Need(reader, "read-after-drop", i) for reader in readers]
+        return [_Need(r, "read-after-drop", i) for r in readers if r != op.id]
 
     def use(self, op: Op) -> list[_Need]:
         """An op waits for the writers of what it reads, and for the bytes it takes."""
@@ -333,8 +347,12 @@ class _Walk:
             needs += self.written_before(op, i)
             if not self.memgraph.instances[i].on_host:
                 self.readers.setdefault(i, []).append(op.id)
+        over = dict(op.overwrites)
+        for i in over.values():
+            needs += self.ends(op, i)
         for i in op.writes:
-            self.take(op, i, self.memgraph.instances[i].ranges, needs)
+            ranges = self.memgraph.instances[i].ranges
+            self.take(op, i, ranges, needs, over.get(i))
         if op.workspace:
             self.take(op, ~op.id, op.workspace, needs)
         return needs
@@ -347,11 +365,19 @@ class _Walk:
             self.fail(op, "read-before-write", i, f"op {writer} writes it")
         return [_Need(writer, "read-before-write", i)]
 
-    def take(self, op: Op, taker: int, ranges: Ranges, needs: list[_Need]) -> None:
-        """Gives bytes to a new occupant; each that had them before must be over."""
+    def take(
+        self,
+        op: Op,
+        taker: int,
+        ranges: Ranges,
+        needs: list[_Need],
+        over: int | None = None,
+    ) -> None:
+        """Gives bytes to a new occupant; each that had them before must be over, but for
+        the one that it is written over."""
         for offset, nbytes in ranges:
             for other in self.arena.take(offset, offset + nbytes, taker):
-                if other is None:
+                if other is None or other == over:
                     continue
                 over = self.dropped[other] if other >= 0 else ~other
                 if over in (_NEVER, op.id):

@@ -44,6 +44,8 @@ class Step(NamedTuple):
     marked: bool
     reads: tuple[int, ...]
     writes: tuple[int, ...]
+    # Of a run, what it reads and writes over.
+    used_up: tuple[int, ...] = ()
     numbers: tuple[np.ndarray, ...] = ()
     # Of a transfer, in the profiler: what it moves.
     name: str = ""
@@ -94,7 +96,8 @@ def make_program(
             buffer = graph.buffers[memgraph.instances[op.reads[0]].buffer]
             verb = "reload" if engine == H2D else "offload"
             name = f"jturnip {verb} {_name(buffer, written.get(buffer.id))}"
-        steps.append(Step(engine, call, marked, op.reads, op.writes, passed, name))
+        used_up = tuple(read for _, read in op.overwrites)
+        steps.append(Step(engine, call, marked, op.reads, op.writes, used_up, passed, name))
     return Program(
         graph,
         memgraph,
@@ -236,6 +239,7 @@ class DeviceEngines:
     def _run(self, op: int, step: Step) -> None:
         arrays = self.arrays
         operands = [arrays[i] for i in step.reads]
+        looked_at = self._kept_to_look_at(step) if self._looked_for else []
         if step.marked:
             slot, token = self._marks.take()
             self._queue.arm(slot, op)
@@ -247,10 +251,19 @@ class DeviceEngines:
         # Only the last result is kept until the run is over: the others' bytes may be
         # needed by then.
         self._in_flight[op] = done
+        for i in step.used_up:
+            arrays[i] = None
         for i, result in zip(step.writes, results, strict=True):
             arrays[i] = result
         if self._looked_for:
-            self._look(op, step, operands)
+            self._look(op, step, looked_at)
+
+    def _kept_to_look_at(self, step: Step) -> list[Any]:
+        """What a run reads; of what it writes over, copies in the process's own memory."""
+        return [
+            np.array(self.arrays[i]) if i in step.used_up else self.arrays[i]
+            for i in step.reads
+        ]
 
     def _look(self, op: int, step: Step, operands: list[Any]) -> None:
         """Looks for NaNs in what a task wrote. The first that made one is to blame if a

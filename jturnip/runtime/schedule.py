@@ -74,6 +74,7 @@ def schedule(graph: TaskGraph, memgraph: MemGraph, link: Link) -> Schedule:
     frees = tuple(
         sizes[op.reads[0]] if e == NONE else 0 for op, e in zip(ops, engines, strict=True)
     )
+    passed_on = tuple(sum([sizes[read] for _, read in op.overwrites]) for op in ops)
     successors: list[list[int]] = [[] for _ in ops]
     for op in ops:
         for dep in op.deps:
@@ -87,8 +88,8 @@ def schedule(graph: TaskGraph, memgraph: MemGraph, link: Link) -> Schedule:
         by_rank=by_rank,
         seconds=seconds,
         takes=tuple(
-            sum([sizes[i] for i in op.writes]) + w
-            for op, w in zip(ops, workspaces, strict=True)
+            sum([sizes[i] for i in op.writes]) + w - p
+            for op, w, p in zip(ops, workspaces, passed_on, strict=True)
         ),
         gives_back=workspaces,
         frees=frees,

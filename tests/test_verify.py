@@ -196,6 +196,129 @@ def test_any_kind_of_dependency_counts() -> None:
     verify(small_graph(), replace(plan, ops=ops))
 
 
+# --- Outputs written over inputs.
+
+
+def overwriting_graph() -> TaskGraph:
+    """a = t0(); b = t1(a); c = t2(a), over a; of which b and c are wanted."""
+    graph = GraphBuilder()
+    (a,) = graph.task([], 4)
+    (b,) = graph.task([a], 4)
+    (c,) = graph.task([a], 4, overwrites=[(0, 0)])
+    return graph.build([b, c])
+
+
+def overwriting_plan() -> MemGraph:
+    plan = PlanBuilder(overwriting_graph(), gpu_bytes=8)
+    _, (a,) = plan.run(TaskId(0), [], [((0, 4),)])
+    run_1, (b,) = plan.run(TaskId(1), [a], [((4, 4),)])
+    _, (c,) = plan.run(TaskId(2), [a], [((0, 4),)], after=[run_1])
+    return plan.build([b, c])
+
+
+def test_an_output_may_be_written_over_an_input() -> None:
+    assert_plan_is_right(overwriting_graph(), overwriting_plan())
+    assert not brute_force_verify(overwriting_graph(), overwriting_plan())
+    assert peak_bytes(overwriting_plan()) == 8
+
+
+def test_who_reads_it_must_be_over_before_it_is_written_over() -> None:
+    plan = without_dep(overwriting_plan(), 2, 1)
+    assert refused(plan, overwriting_graph()) == "read-after-drop"
+    assert brute_force_verify(overwriting_graph(), plan)
+
+
+def test_what_is_written_over_is_not_read_again() -> None:
+    graph = overwriting_graph()
+    first, second, third = graph.tasks
+    tasks = first, replace(third, id=TaskId(1)), replace(second, id=TaskId(2))
+    assert refused(overwriting_plan(), replace(graph, tasks=tasks)) == "graph"
+    # The TaskGraph is right; the run of t1 comes after that of t2.
+    plan = PlanBuilder(graph, gpu_bytes=8)
+    _, (a,) = plan.run(TaskId(0), [], [((0, 4),)])
+    run_2, (c,) = plan.run(TaskId(2), [a], [((0, 4),)])
+    _, (b,) = plan.run(TaskId(1), [a], [((4, 4),)], after=[run_2])
+    wrong = plan.build([b, c])
+    assert refused(wrong, graph) == "read-after-drop"
+    assert brute_force_verify(graph, wrong)
+
+
+def test_a_copy_to_the_host_must_be_over_before_its_source_is_written_over() -> None:
+    graph = overwriting_graph()
+    plan = PlanBuilder(graph, gpu_bytes=8)
+    _, (a,) = plan.run(TaskId(0), [], [((0, 4),)])
+    run_1, (b,) = plan.run(TaskId(1), [a], [((4, 4),)])
+    offload, _ = plan.offload(a)
+    run_2, (c,) = plan.run(TaskId(2), [a], [((0, 4),)], after=[run_1, offload])
+    right = plan.build([b, c])
+    verify(graph, right)
+    assert refused(without_dep(right, run_2, offload), graph) == "read-after-drop"
+
+
+def test_a_task_writes_over_what_it_says_and_in_its_bytes() -> None:
+    right = overwriting_plan()
+    (pair,) = right.ops[2].overwrites
+    written, read = pair
+    for wrong in (
+        with_op(right, 2, overwrites=()),
+        with_op(right, 2, overwrites=((read, written),)),
+        with_op(right, 2, overwrites=(pair, pair)),
+        with_op(right, 1, overwrites=((InstanceId(1), read),)),
+        with_instance(right, written, ranges=((4, 4),)),
+        with_instance(right, written, ranges=((0, 2), (2, 2))),
+    ):
+        assert refused(wrong, overwriting_graph()) == "overwrite"
+
+
+def test_only_a_run_writes_over() -> None:
+    plan = with_op(small_plan(), DROP_A, overwrites=((InstanceId(A), InstanceId(A)),))
+    assert refused(plan) == "shape"
+
+
+def test_what_was_written_over_is_not_dropped_as_well() -> None:
+    plan = PlanBuilder(overwriting_graph(), gpu_bytes=8)
+    _, (a,) = plan.run(TaskId(0), [], [((0, 4),)])
+    run_1, (b,) = plan.run(TaskId(1), [a], [((4, 4),)])
+    run_2, (c,) = plan.run(TaskId(2), [a], [((0, 4),)], after=[run_1])
+    plan.drop(a, after=[run_2])
+    assert refused(plan.build([b, c]), overwriting_graph()) == "dropped-twice"
+
+
+def test_an_output_that_was_written_over_is_not_there() -> None:
+    graph = overwriting_graph()
+    wanted = replace(graph, outputs=(*graph.outputs, graph.tasks[0].outputs[0]))
+    assert refused(overwriting_plan(), wanted) == "graph"
+
+
+def test_the_bytes_of_the_caller_are_not_written_over() -> None:
+    for pinned in (False, True):
+        builder = GraphBuilder()
+        x = builder.input(4, Place.DEVICE, pinned=pinned)
+        (y,) = builder.task([x], 4)
+        graph = builder.build([y])
+        task = replace(graph.tasks[0], overwrites=((0, 0),))
+        graph = replace(graph, tasks=(task,))
+        plan = PlanBuilder(graph, gpu_bytes=4)
+        start = plan.start(x, (0, 4))
+        _, (written,) = plan.run(TaskId(0), [start], [((0, 4),)])
+        memgraph = plan.build([written])
+        if pinned:
+            assert refused(memgraph, graph) == "graph"
+        else:
+            verify(graph, memgraph)
+
+
+def test_an_output_is_written_over_one_input_of_its_size() -> None:
+    graph = overwriting_graph()
+    for pairs in (((0, 0), (0, 0)), ((1, 0),), ((0, 1),)):
+        task = replace(graph.tasks[2], overwrites=pairs)
+        wrong = replace(graph, tasks=(*graph.tasks[:2], task))
+        assert refused(overwriting_plan(), wrong) == "graph"
+    buffers = list(graph.buffers)
+    buffers[2] = replace(buffers[2], nbytes=2)
+    assert refused(overwriting_plan(), replace(graph, buffers=tuple(buffers))) == "graph"
+
+
 # --- Values that are not there.
 
 

@@ -6,12 +6,14 @@ sum that grows), updates of slices and rows, and what a loop carries. Then a tas
 bytes of one of the two only.
 """
 
+import collections
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from jturnip.frontend.costs import ELEMENTWISE
 from jturnip.frontend.loops import scan_counts
 from jturnip.frontend.partition import SMALL, Group
+from jturnip.frontend.stretches import read_by
 from jturnip.frontend.values import (
     Constant,
     Equation,
@@ -29,6 +31,8 @@ _UPDATES = frozenset(
 )
 # The same bytes in the same order.
 _RENAMING = frozenset("reshape squeeze expand_dims".split())
+# So many values are followed from an operand.
+_FAR = 64
 
 
 def with_overwriting(
@@ -56,21 +60,32 @@ def with_overwriting(
 
 def _overwriting(flat: FlatJaxpr, group: Group, ending: Sequence[int]) -> Group:
     types = flat.types
-    large = [v for v in ending if types[v].nbytes > SMALL and _is_plain(types[v])]
-    written = {types[v] for v in group.outputs}
-    distance = {v: _reached_in_place(flat, group, v) for v in large if types[v] in written}
-    pairs = sorted(
-        (distance[v][out], group.outputs.index(out), group.inputs.index(v))
-        for v in distance
-        for out in group.outputs
-        if out in distance[v] and types[out] == types[v]
-    )
-    over: dict[int, int] = {}  # input → output, by position; the nearest first
-    for _, out, read in pairs:
-        if read not in over and out not in over.values():
-            over[read] = out
-    if not over:
+    written: dict[Type, list[int]] = {}
+    for out in group.outputs:
+        written.setdefault(types[out], []).append(out)
+    large = [v for v in ending if types[v].nbytes > SMALL and types[v] in written]
+    large = [
+        v for v in large if not is_key(types[v].dtype) and not is_packed(types[v].dtype)
+    ]
+    if not large:
         return group
+    # By whether anything else needs the operand, then by how near it is to the result.
+    pairs: list[tuple[bool, int, int, int]] = []
+    reader = _Reader(flat, group)
+    for v in large:
+        distance = reader.reached_in_place(v)
+        for out in written[types[v]]:
+            if out in distance:
+                at = group.outputs.index(out), group.inputs.index(v)
+                pairs.append((reader.is_read_beside(v, out), distance[out], *at))
+    over: dict[int, int] = {}  # input → output, by position
+    for beside, _, out, read in sorted(pairs):
+        # XLA does not know which of two results comes first where each needs what the
+        # other is written over, and copies. One alone comes last.
+        if read not in over and out not in over.values() and not (beside and over):
+            over[read] = out
+            if beside:
+                break
     first = [group.outputs[over[read]] for read in sorted(over)]
     others = [v for v in group.outputs if v not in first]
     return dataclasses.replace(
@@ -80,27 +95,44 @@ def _overwriting(flat: FlatJaxpr, group: Group, ending: Sequence[int]) -> Group:
     )
 
 
-def _is_plain(t: Type) -> bool:
-    return not is_key(t.dtype) and not is_packed(t.dtype)
+class _Reader:
+    """Follows values through the equations of a group, but not far."""
 
+    def __init__(self, flat: FlatJaxpr, group: Group):
+        self._flat = flat
+        self._outputs = frozenset(group.outputs)
+        self._readers: dict[int, list[int]] = {}
+        for i in group.equations:
+            for v in read_by(flat.equations[i]):
+                self._readers.setdefault(v, []).append(i)
 
-def _reached_in_place(flat: FlatJaxpr, group: Group, v: int) -> Mapping[int, int]:
-    """What may be written over an operand, and after how many equations that is.
+    def reached_in_place(self, v: int) -> dict[int, int]:
+        """What may be written over an operand, and after how many equations that is."""
+        distance = {v: 0}
+        agenda = collections.deque([v])
+        while agenda and len(distance) < _FAR:
+            read = agenda.popleft()
+            for i in self._readers.get(read, ()):
+                for operand, out in _in_place(self._flat, self._flat.equations[i]):
+                    if operand == read and out not in distance:
+                        distance[out] = distance[read] + 1
+                        agenda.append(out)
+        del distance[v]
+        return distance
 
-    Nothing is where the operand is read again after it was changed by what is not
-    elementwise.
-    """
-    found = {v: 0}
-    for i in group.equations:
-        e = flat.equations[i]
-        before = [found[x] for x in e.inputs if not isinstance(x, Constant) and x in found]
-        if not before:
-            continue
-        for read, out in _in_place(flat, e):
-            if read in found:
-                found[out] = min(found.get(out, len(group.equations)), 1 + min(before))
-    del found[v]
-    return found
+    def is_read_beside(self, v: int, out: int) -> bool:
+        """Whether other results are made of an operand, but not of the result over it."""
+        reached = {v}
+        agenda = [v]
+        while agenda:
+            for i in self._readers.get(agenda.pop(), ()):
+                for written in self._flat.equations[i].outputs:
+                    if written not in reached and written != out:
+                        reached.add(written)
+                        agenda.append(written)
+            if len(reached) > _FAR or not reached.isdisjoint(self._outputs):
+                return True
+        return False
 
 
 def _in_place(flat: FlatJaxpr, e: Equation) -> Iterator[tuple[int, int]]:

@@ -34,19 +34,46 @@ def executable_count(lowered: Lowered) -> int:
     return len(program.split.executables)
 
 
-def bare_calls(compiled: Compiled, leaves: Sequence[Any]) -> list[Callable[[], Any]]:
-    """The calls of executables that one run makes, with their arguments, in order.
+@dataclasses.dataclass(frozen=True, slots=True)
+class BareCalls:
+    """The calls of executables that one run makes, in order.
 
-    They hold every argument alive. Nothing may be donated.
+    Each has the executable and its operands: an array, or the number of a call and the
+    position of one of its results; and the results that nobody needs after it.
     """
+
+    calls: tuple[tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]], ...]
+
+    def __call__(self) -> Any:
+        """Makes them; lets go of each result after its last reader, as a run does."""
+        there: dict[tuple[int, int], Any] = {}
+        results: Sequence[Any] = ()
+        for number, (call, operands, over) in enumerate(self.calls):
+            read = [there[x] if type(x) is tuple else x for x in operands]
+            results = call(*read)
+            del read
+            there.update(((number, at), r) for at, r in enumerate(results))
+            for x in over:
+                del there[x]
+        return results
+
+
+def bare_calls(compiled: Compiled, leaves: Sequence[Any]) -> BareCalls:
+    """The calls of one run, with its arguments, which it holds. None may be donated."""
     runner = split_runner(compiled)
     program = runner._program
-    calls: list[Callable[[], Any]] = []
+    made: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
+    of_array: dict[int, Any] = {}
+    kept: list[Any] = []  # so that ids are not used again
 
     def noting(call: Callable[..., Any]) -> Callable[..., Any]:
         def noted(*operands: jax.Array) -> Any:
-            calls.append(lambda: call(*operands))
-            return call(*operands)
+            made.append((call, tuple(of_array.get(id(x), x) for x in operands)))
+            results = call(*operands)
+            number = len(made) - 1
+            of_array.update((id(r), (number, at)) for at, r in enumerate(results))
+            kept.extend((*operands, *results))
+            return results
 
         return noted
 
@@ -59,7 +86,12 @@ def bare_calls(compiled: Compiled, leaves: Sequence[Any]) -> list[Callable[[], A
         jax.block_until_ready(runner.run(leaves))
     finally:
         runner._program = program
-    return calls
+    last = {x: k for k, (_, read) in enumerate(made) for x in read if type(x) is tuple}
+    calls = [
+        (call, read, tuple({x for x in read if type(x) is tuple and last[x] == k}))
+        for k, (call, read) in enumerate(made)
+    ]
+    return BareCalls(tuple(calls))
 
 
 def forget_everything() -> None:

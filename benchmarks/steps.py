@@ -137,7 +137,7 @@ def split(model: llama.LlamaConfig, pairs: int) -> Section:
     calls = inside.bare_calls(compiled, leaves)
     bare = _compared(
         "over its own executables, called bare",
-        functools.partial(_call_all, calls),
+        calls,
         inside.runs(compiled, leaves),
         pairs,
         None,
@@ -145,8 +145,8 @@ def split(model: llama.LlamaConfig, pairs: int) -> Section:
     bare.more["bare, ms"] = bare.more.pop("jax.jit, ms")
     about = (
         f"A Llama's training step ({model.layers} layers of width {model.width},"
-        f" {model.batch} x {model.length} tokens), cut into {len(calls)} tasks without"
-        " being short of memory, over the same step as one executable. State on the device,"
+        f" {model.batch} x {model.length} tokens), cut into {len(calls.calls)} tasks,"
+        " not short of memory, over the same step as one executable. State on the device,"
         " donated."
     )
     return Section("(b) Split without memory pressure", about, (over_jit, bare))
@@ -172,14 +172,6 @@ def loop(tasks: int, pairs: int) -> Section:
     return Section("(c) The loop, per operation", about, tuple(figures))
 
 
-def _call_all(calls: Sequence[Callable[[], Any]]) -> Any:
-    """Calls in order, letting go of each result at once, as a chain does."""
-    result = None
-    for call in calls:
-        result = call()
-    return result
-
-
 def _product(y: jax.Array, x: jax.Array) -> jax.Array:
     return y @ x
 
@@ -200,12 +192,12 @@ def _loop_cost(
     run = inside.runs(compiled, [x])
     ways = [
         functools.partial(seconds_of, run),
-        functools.partial(seconds_of, functools.partial(_call_all, calls)),
+        functools.partial(seconds_of, calls),
     ]
     taken = in_turn(ways, pairs, warm_up=3)
-    by_task = 1e6 / len(calls)
+    by_task = 1e6 / len(calls.calls)
     more: dict[str, float | str] = {
-        "tasks": str(len(calls)),
+        "tasks": str(len(calls.calls)),
         "bare call, µs": float(np.median(column(taken, 1))) * by_task,
     }
     cost = tuple((one - other) * by_task for one, other in taken)

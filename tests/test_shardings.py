@@ -31,7 +31,7 @@ def loop(weights: Any, x: Any) -> Any:
 def jitted(fn: Any, split: bool, **keywords: Any) -> Any:
     if not split:
         return jturnip.jit(fn, 1 << 30, **keywords)
-    return jturnip.jit(fn, smallest_budget(fn, WEIGHTS, X) + (1 << 17), **keywords)
+    return jturnip.jit(fn, smallest_budget(fn, WEIGHTS, X) + (1 << 18), **keywords)
 
 
 def committed(tree: Any) -> set[bool]:

@@ -91,7 +91,7 @@ def scan_with_a_tree_for_a_carry():
     return Case(fn, (normal(64, 64), normal(16, 64, seed=1)))
 
 
-@program()
+@program(one_task("while"))
 def while_loop_with_a_data_dependent_end():
     def fn(x):
         return lax.while_loop(

@@ -9,7 +9,8 @@ from .registry import Case, area, normal, one_task, weights
 
 
 program = area("numerics")
-_SLOW = "loops in loops are planned for many seconds, or minutes"
+# Loops in loops, planned in the smallest budget.
+_SLOW = 300
 
 
 @program()
@@ -31,7 +32,7 @@ def logarithms_of_sums():
     return Case(fn, (normal(64, 64), weights(1)[0]))
 
 
-@program(one_task("while"), ulps=2**14, seconds=4, known=_SLOW)
+@program(one_task("while"), ulps=2**14, seconds=_SLOW)
 def minimised_by_bfgs():
     def fn(x, target):
         far = lambda p: jnp.sum((p @ x / 8 - target) ** 2)
@@ -41,7 +42,7 @@ def minimised_by_bfgs():
     return Case(fn, (normal(16, 16), normal(16, seed=1)))
 
 
-@program(ulps=2**12, seconds=4, known=_SLOW)
+@program(ulps=2**12, seconds=_SLOW)
 def an_ordinary_differential_equation():
     from jax.experimental.ode import odeint
 

@@ -17,7 +17,18 @@ def _title(program: Program) -> str:
     return f"{program.area}: {program.name}".replace(" ", "-")
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=_title)
+# What may take long is for `make test-slow`.
+_A_MINUTE = 60
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        pytest.param(p, marks=[pytest.mark.slow] if p.seconds > _A_MINUTE else [])
+        for p in PROGRAMS
+    ],
+    ids=_title,
+)
 def test_a_program_does_as_under_jax_jit(program: Program):
     if not _has(program.needs):
         pytest.skip(f"this jax has no {program.needs}")

@@ -1,5 +1,6 @@
 """Where arrays lie: of arguments, of what a device has free, of what a host can hold."""
 
+import collections
 import enum
 import itertools
 import os
@@ -270,21 +271,27 @@ class Returned:
         # Arguments that look like all that is returned, then like an element of it, then
         # single arrays: one pair too many does no more than send a result to the host.
         again: dict[int, int] = {}
+        taken: set[int] = set()
         levels = (
             ([(0, out_info)], _with_positions(given)),
             (_with_positions(elements), _with_positions(given)),
             tuple(_with_positions(jax.tree.leaves(tree)) for tree in (out_info, given)),
         )
         for results, arguments in levels:
-            looks = [(at, _looks(tree)) for at, tree in arguments]
+            alike: dict[Any, collections.deque[int]] = {}
+            for at, tree in arguments:
+                alike.setdefault(_looks(tree), collections.deque()).append(at)
             for at, tree in results:
                 own = _looks(tree)
                 count = range(len(own[1]))
-                for first, other in looks:
-                    is_free = again.keys().isdisjoint(at + k for k in count)
-                    is_free &= set(again.values()).isdisjoint(first + k for k in count)
-                    if own == other and is_free:
+                firsts = alike.get(own, ())
+                if not again.keys().isdisjoint(at + k for k in count):
+                    continue
+                while firsts:
+                    first = firsts.popleft()
+                    if taken.isdisjoint(first + k for k in count):
                         again.update((at + k, first + k) for k in count)
+                        taken.update(first + k for k in count)
                         break
         return cls(tuple(groups), tuple(again.items()))
 
@@ -297,7 +304,7 @@ def _with_positions(trees: Sequence[Any]) -> list[tuple[int, Any]]:
 
 def _looks(tree: Any) -> Any:
     leaves, structure = jax.tree.flatten(tree)
-    return structure, [(tuple(leaf.shape), leaf.dtype) for leaf in leaves]
+    return structure, tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves)
 
 
 def broadcast_shardings(prefix: Any, tree: Any, what: str) -> list[Any]:

@@ -28,6 +28,7 @@ import jturnip
 from jturnip import lowering, placement, runners, stages
 from jturnip.compiler import executables
 from jturnip.models import llama
+from jturnip.placement import Returned
 
 
 X = np.ones((128, 128), np.float32)
@@ -435,3 +436,16 @@ def test_a_hopeless_budget_is_told_of_even_where_the_host_is_short(
     with pytest.raises(jturnip.HostMemoryError):
         _ = jturnip.jit(fn, needed).lower(SQUARE).plan
     assert smallest_budget(fn, SQUARE) <= needed
+
+
+def test_a_training_state_of_many_leaves_is_recognised_at_once():
+    """Each result was once compared with each argument, and both with all pairs so far."""
+    state = {str(k): jax.ShapeDtypeStruct((k % 5 + 1,), jnp.float32) for k in range(20_000)}
+    # The state comes back behind something else, and its leaves one by one as well.
+    for results in ((jax.ShapeDtypeStruct((), jnp.int32), state), list(state.values())):
+        returned = Returned.of(results, ((state,), {}), ())
+        first = 1 if isinstance(results, tuple) else 0
+        assert len(returned.again) == len(state)
+        types = [*jax.tree.leaves(results)], [*jax.tree.leaves(state)]
+        assert all(types[0][at].shape == types[1][i].shape for at, i in returned.again)
+        assert min(at for at, _ in returned.again) == first

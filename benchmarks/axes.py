@@ -18,14 +18,14 @@ from jturnip.demo import peak_bytes
 _SHARE = 4  # the budget is the peak of `jax.jit` over this
 
 
-def _attention(q: Any, k: Any, v: Any) -> Any:
+def attention(q: Any, k: Any, v: Any) -> Any:
     scores = jnp.einsum("hqd,hkd->hqk", q, k) / np.sqrt(q.shape[-1])
     mask = jnp.tril(jnp.ones((q.shape[1], k.shape[1]), bool))
     return jax.nn.softmax(jnp.where(mask, scores, -1e9)) @ v
 
 
 def _of_attention(q: Any, k: Any, v: Any) -> Any:
-    return jax.grad(lambda *qkv: jnp.sum(_attention(*qkv) ** 2), (0, 1, 2))(q, k, v)
+    return jax.grad(lambda *qkv: jnp.sum(attention(*qkv) ** 2), (0, 1, 2))(q, k, v)
 
 
 def _cross_entropy(x: Any, w: Any) -> Any:
@@ -41,7 +41,7 @@ def _triangles(pair: Any, a: Any, b: Any, c: Any) -> Any:
 def _block(x: Any, qkv: Any, up: Any, down: Any) -> Any:
     q, k, v = jnp.split(x @ qkv, 3, axis=-1)
     heads = lambda a: a.reshape(a.shape[0], -1, 32).swapaxes(0, 1)
-    mixed = _attention(*map(heads, (q, k, v))).swapaxes(0, 1).reshape(x.shape)
+    mixed = attention(*map(heads, (q, k, v))).swapaxes(0, 1).reshape(x.shape)
     return jnp.sum((jax.nn.gelu((x + mixed) @ up) @ down) ** 2)
 
 
@@ -55,7 +55,7 @@ def _convolutions(images: Any, first: Any, second: Any) -> Any:
 
 # Function, and the shapes of its arguments at a length of 1,024.
 _CASES: dict[str, tuple[Callable[..., Any], Callable[[int], Sequence[tuple[int, ...]]]]] = {
-    "causal attention": (_attention, lambda n: [(8, n, 64)] * 3),
+    "causal attention": (attention, lambda n: [(8, n, 64)] * 3),
     "its gradients": (_of_attention, lambda n: [(8, n, 64)] * 3),
     "a transformer block's gradients": (
         jax.grad(_block, argnums=(0, 1, 2, 3)),
@@ -109,7 +109,7 @@ def axes(length: int, pairs: int) -> Section:
     figures: list[Figure] = []
     for name, (fn, shapes) in _CASES.items():
         try:
-            ours = _measured(fn, _numbers(shapes(length)), pairs)
+            ours = _measured(fn, numbers(shapes(length)), pairs)
         except jturnip.DoesNotFit as refusal:
             figures.append(Figure(name, (), "", 1.5, {"refused": str(refusal)}))
             continue
@@ -133,7 +133,7 @@ def axes(length: int, pairs: int) -> Section:
     return Section("(h) Cut along axes", about, tuple(figures))
 
 
-def _numbers(shapes: Sequence[tuple[int, ...]]) -> tuple[np.ndarray, ...]:
+def numbers(shapes: Sequence[tuple[int, ...]]) -> tuple[np.ndarray, ...]:
     random = np.random.default_rng(0)
     return tuple(random.normal(size=s).astype(np.float32) / 4 for s in shapes)
 
@@ -160,7 +160,7 @@ def _measured(fn: Callable[..., Any], args: Sequence[np.ndarray], pairs: int) ->
 
 def _product(n: int) -> list[Figure]:
     """A product of n x n matrices of which each is twice as large as the budget."""
-    a, b = jturnip.host(_numbers([(n, n), (n, n)]))
+    a, b = jturnip.host(numbers([(n, n), (n, n)]))
     product = lambda a, b: a @ b
     budget = 2 * n * n
     run = jturnip.jit(product, budget)

@@ -15,7 +15,7 @@ from typing import Any
 
 from absl import app, flags
 
-from benchmarks import axes, growth, layers, link, measure, planning, steps
+from benchmarks import axes, growth, layers, lengths, link, measure, planning, steps
 from benchmarks.measure import Section
 from jturnip.models import llama
 
@@ -59,6 +59,7 @@ class Sizes:
     grown_pairs: int  # of the largest; of smaller ones more
     long: int
     long_pairs: int
+    residues: int
 
 
 FULL = Sizes(
@@ -79,6 +80,7 @@ FULL = Sizes(
     grown_pairs=1,
     long=1024,
     long_pairs=9,
+    residues=48,
 )
 _TINIEST = llama.config("tiny", layers=1, length=8, width=16, heads=2, kv_heads=1)
 TINY = Sizes(
@@ -99,6 +101,7 @@ TINY = Sizes(
     grown_pairs=1,
     long=64,
     long_pairs=1,
+    residues=8,
 )
 
 SECTIONS: dict[str, Callable[[Sizes], Section]] = {
@@ -112,6 +115,7 @@ SECTIONS: dict[str, Callable[[Sizes], Section]] = {
     ),
     "growth": lambda s: growth.growth(s.grown, s.grown_pairs),
     "axes": lambda s: axes.axes(s.long, s.long_pairs),
+    "lengths": lambda s: lengths.lengths(s.long, s.residues),
 }
 
 

@@ -540,6 +540,13 @@ class _Story:
                 wrong.append(f"{ranges} is not {nbytes} bytes")
             if any(not 0 <= byte < self.memgraph.gpu_bytes for byte in held):
                 wrong.append(f"{ranges} is not in the arena")
+        slots = [i.ranges for i in self.memgraph.instances]
+        for op in self.memgraph.ops:
+            said = self.graph.tasks[op.task].overwrites if op.task is not None else ()
+            expected = tuple((op.writes[o], op.reads[i]) for o, i in said)
+            elsewhere = any(slots[written] != slots[read] for written, read in expected)
+            if op.overwrites != expected or elsewhere:
+                wrong.append(f"op {op.id} writes over {op.overwrites}")
         return wrong
 
     def on_device(self) -> list[Instance]:

@@ -167,6 +167,22 @@ def test_an_output_must_not_lie_on_an_input_of_its_run() -> None:
     assert refused(with_instance(small_plan(), C, ranges=((2, 4),))) == "race"
 
 
+def test_every_range_of_a_slot_is_looked_at() -> None:
+    """The first is free; the second is of instance 2, and op 2 freed the first."""
+    graph = GraphBuilder()
+    graph.task([], 4)
+    _, kept = graph.task([], 4, 4)
+    (wanted,) = graph.task([], 8)
+    built = graph.build([kept, wanted])
+    plan = PlanBuilder(built, gpu_bytes=16)
+    _, (unread,) = plan.run(TaskId(0), [], [((0, 4),)])
+    _, (_, live) = plan.run(TaskId(1), [], [((4, 4),), ((8, 4),)])
+    drop = plan.drop(unread, after=[OpId(0), OpId(1)])
+    assert drop == live == 2
+    _, (over,) = plan.run(TaskId(2), [], [((0, 4), (8, 4))], after=[drop])
+    assert refused(plan.build([live, over]), built) == "race"
+
+
 def test_two_inputs_must_not_overlap_at_the_start() -> None:
     assert refused(with_instance(small_plan(), D, ranges=((1, 4),))) == "race"
 

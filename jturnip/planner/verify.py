@@ -371,13 +371,13 @@ class _Walk:
         taker: int,
         ranges: Ranges,
         needs: list[_Need],
-        over: int | None = None,
+        overwritten: int | None = None,
     ) -> None:
         """Gives bytes to a new occupant; each that had them before must be over, but for
         the one that it is written over."""
         for offset, nbytes in ranges:
             for other in self.arena.take(offset, offset + nbytes, taker):
-                if other is None or other == over:
+                if other is None or other == overwritten:
                     continue
                 over = self.dropped[other] if other >= 0 else ~other
                 if over in (_NEVER, op.id):

@@ -208,7 +208,13 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name == "its gradients" else [])
+        for name in FUNCTIONS
+    ],
+)
 def test_cut_functions_give_the_same(name: str, quick_compilation: None):
     fn, args = FUNCTIONS[name]
     flat = flat_of(fn, *args)
@@ -226,6 +232,43 @@ def test_cut_functions_give_the_same(name: str, quick_compilation: None):
             assert_same(evaluated(way, *args), expected, ulps=16 if narrow else 64)
             cut += 1
     assert cut
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        if name in ("attention", "windows")
+        else pytest.param(name, marks=pytest.mark.slow)
+        for name in FUNCTIONS
+    ],
+)
+def test_what_is_between_may_stay_apart(
+    name: str, quick_compilation: None, monkeypatch: pytest.MonkeyPatch
+):
+    fn, args = FUNCTIONS[name]
+    monkeypatch.setattr(blocks, "_TRIES", [t for t in blocks._TRIES if t[-1]])
+    flat = flat_of(fn, *args)
+    expected = jax.tree.leaves(jax.jit(fn)(*args))
+    largest = max(flat.types[v].nbytes for e in flat.equations for v in e.outputs)
+    narrow = any(a.dtype == jnp.bfloat16 for a in expected)
+    for share in (2, 6):
+        where = blocks.Where(frozenset(flat.inputs))
+        ways = blocks.cut_along_axes(flat, where, largest // share, "cpu")
+        for way, _ in zip(ways, range(3), strict=False):
+            assert_same(evaluated(way, *args), expected, ulps=16 if narrow else 64)
+
+
+@pytest.mark.parametrize("share", [0.75, 0.5])
+def test_intermediates_larger_than_the_budget_stay_in_parts(share: float):
+    """They are as large as the argument, and cut along rows, then columns, then rows."""
+    fn = lambda x: jnp.cumsum(jnp.sort(jnp.sort(x * 2, axis=1), axis=0), axis=1)
+    x = numbers(256, 128)
+    gpu_bytes = int(share * x.nbytes) + 4096
+    f = jturnip.jit(fn, gpu_bytes)
+    found = f(jturnip.host(x))
+    assert f.last_run.peak_bytes <= gpu_bytes
+    np.testing.assert_array_equal(found, jax.jit(fn)(x))
 
 
 def test_nothing_is_cut_where_all_is_small():

@@ -7,8 +7,15 @@ from random_programs import check, random_program
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
+# Whose refusals try many ways to cut.
+LONG = (19, 21)
+
+
 # Whatever the steps, each kind of budget and of placement is among them.
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize(
+    "seed",
+    [pytest.param(s, marks=[pytest.mark.slow] if s in LONG else []) for s in range(24)],
+)
 def test_a_random_program_is_right_and_in_its_budget(seed: int):
     check(random_program(seed))
 

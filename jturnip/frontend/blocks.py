@@ -12,7 +12,7 @@ EinDecomp (arXiv 2410.02682): as few as fit, with little written down.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -42,13 +42,19 @@ _SHARES = (1.0, 0.5, 0.25, 0.125, 0.0625)
 # fast, and XLA may fuse what is between. Where they do not fit after all, each stretch that
 # needs tasks has them, whatever else could be done in blocks.
 _TRIES = (
-    (1, 0.5, False),
-    (1, 1, False),
-    (1, 2, False),
-    (1, 2, True),
-    (2, 2, True),
-    (4, 2, True),
+    (1, 0.5, False, False),
+    (1, 1, False, False),
+    (1, 2, False, False),
+    (1, 2, True, False),
+    (2, 2, True, False),
+    (4, 2, True, False),
+    (1, 2, True, True),
+    (2, 2, True, True),
 )
+# The shares for what is between stretches and stays apart: what is small is in parts too.
+_SHARES_APART = (0.5, 0.125)
+# What is between stretches stays in parts from this share of the budget on.
+_APART = 1 / 8
 # The CPU's XLA runs gradients of convolutions twenty times slower in a loop.
 _SLOW_IN_LOOPS = {"cpu": frozenset(["conv_general_dilated"])}
 _MOST_BLOCKS = 256
@@ -68,6 +74,12 @@ _TIMES_AHEAD = 4
 _OF_AXIS = 0.55
 # Axes of so many of the largest values are looked at.
 _SEEDS = 3
+
+
+def _tries() -> Iterator[tuple[int, float, bool, bool, float]]:
+    for tighter, at_once, eager, apart in _TRIES:
+        for share in _SHARES_APART if apart else _SHARES:
+            yield tighter, at_once, eager, apart, share
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +127,9 @@ def cut_along_axes(
         return
     slow = _SLOW_IN_LOOPS.get(platform, frozenset())
     seen: set[Any] = set()
-    for (tighter, at_once, eager), share in itertools.product(_TRIES, _SHARES):
+    for tighter, at_once, eager, apart, share in _tries():
         least = max(1, int(arena / tighter * share))
-        room = _Room(arena // tighter, least, at_once, eager, slow, where)
+        room = _Room(arena // tighter, least, at_once, eager, apart, slow, where)
         cut, key = flat, []
         for _ in range(_AXES):
             again, how = _cut(cut, room, True, search)
@@ -205,6 +217,7 @@ class _Room:
     least: int
     at_once: float
     eager: bool
+    apart: bool
     slow: frozenset[str]
     where: Where
 
@@ -237,11 +250,13 @@ class _Tasks:
     sliced: frozenset[int]
     # Results whose parts are put together in host memory; a task joins others.
     left_in_parts: frozenset[int]
+    # What others read of it piece by piece, and is never put together for them.
+    apart: frozenset[int]
 
     @property
     def key(self) -> Any:
         """The same for the same cut of the same function."""
-        return self.stretch.key, self.size, self.sliced, self.left_in_parts
+        return self.stretch.key, self.size, self.sliced, self.left_in_parts, self.apart
 
 
 _Cutting: TypeAlias = _Blocks | _Tasks
@@ -294,8 +309,11 @@ class _Choice:
         """Cuts what reads or writes values larger than `least`; where all that hangs
         together so cannot be, what hangs together by larger ones."""
         for members in self._stretches.together(among, least):
+            before = len(self.cuttings)
             if not self._cut_together(members) and least < self._room.arena:
                 self.cut(members, 2 * least)
+            elif self._room.apart and len(self.cuttings) > before:
+                self.cut([i for i in members if i not in self._taken], least)
 
     def _cut_together(self, members: Sequence[int]) -> bool:
         """Cuts the best stretch among some equations; whether anything is done for them."""
@@ -324,7 +342,7 @@ class _Choice:
         stretches, room = self._stretches, self._room
         flat, inside = stretches.flat, frozenset(members)
         numbers: dict[int, int] = {}
-        found: list[Any] = [self._tasks, room.arena, room.at_once, room.eager]
+        found: list[Any] = [self._tasks, room.arena, room.at_once, room.eager, room.apart]
         for i in stretches.between(members):
             e = flat.equations[i]
             self._search.named[id(e.origin)] = e.origin
@@ -433,7 +451,7 @@ def _into_blocks(flat: FlatJaxpr, room: _Room, stretch: Stretch) -> _Blocks | No
 
 
 def _into_tasks(
-    stretches: Stretches, hosted: Collection[int], room: _Room, stretch: Stretch
+    stretches: Stretches, hosted: frozenset[int], room: _Room, stretch: Stretch
 ) -> _Tasks | None:
     """The fewest tasks of which each is expected to fit, perhaps in blocks; None where one
     does, or none are."""
@@ -441,14 +459,18 @@ def _into_tasks(
     block = int(room.at_once * stretch.widest_bytes(flat))
     if _nbytes(flat, _held(stretch, room)) + block <= room.arena:
         return None
+    large = int(room.arena * _APART) if room.apart else room.arena
+    between = {v for v in stretches.writer if flat.types[v].nbytes > large}
+    in_pieces = {*hosted, *between} if room.apart else hosted
     sliced = frozenset(
-        v for v in stretch.entering if _may_be_sliced(stretches, hosted, stretch, v)
+        v for v in stretch.entering if _may_be_sliced(stretches, in_pieces, stretch, v)
     )
     left = frozenset(v for v in stretch.leaving if _may_be_left(stretches, stretch, v))
     cut = {v for v in stretch.leaving if v in stretch.dims}
+    apart = frozenset(cut & between) if room.apart else frozenset[int]()
     rows = sliced | cut
     whole, in_parts = _nbytes(flat, _held(stretch, room) - rows), _nbytes(flat, rows)
-    if 2 * _nbytes(flat, cut - left) > room.arena:
+    if 2 * _nbytes(flat, cut - left - apart) > room.arena:
         return None
     if not room.is_slow_in_blocks(flat, stretch):
         block //= _MOST_BLOCKS
@@ -461,7 +483,8 @@ def _into_tasks(
     ahead = [n for n in fit if held[n] <= room.arena * _WITH_NEXT]
     if fit:
         tasks = ahead[0] if ahead and ahead[0] <= _TIMES_AHEAD * fit[0] else fit[0]
-        return _Tasks(stretch, _size(stretch.length, tasks), held[tasks], sliced, left)
+        size = _size(stretch.length, tasks)
+        return _Tasks(stretch, size, held[tasks], sliced & hosted, left, apart)
     # The rest may be cut along another axis, results with it: a part of the operands stays
     # while the others' parts pass, once for each of it.
     staying, share = _nbytes(flat, sliced) or in_parts, room.arena * _OF_AXIS
@@ -471,7 +494,7 @@ def _into_tasks(
     if not little:
         return None
     size = _size(stretch.length, little[0])
-    return _Tasks(stretch, size, room.arena + whole, sliced, left)
+    return _Tasks(stretch, size, room.arena + whole, sliced & hosted, left, apart)
 
 
 def _may_be_sliced(
@@ -511,6 +534,10 @@ class _New:
         self._outputs = list(self._flat.outputs)
         self._slices = {s.value: s for s in self._flat.slices}
         self._windows: dict[tuple[int, Window], int] = {}
+        # Value that is there in parts only → the dimension, and its parts by their first
+        # positions. Pieces of such values that were made.
+        self._apart = dict(_joined_before(self._flat))
+        self._pieces: dict[tuple[int, int, int, int], int] = {}
         self._equations: list[Equation] = []
         # Equations made for one part, which others have too.
         self._known: dict[Any, Any] = {}
@@ -533,6 +560,7 @@ class _New:
                 done.update(ends[i].stretch.equations if i in ends else (i,))
             assert len(later) < len(waiting), "stretches that wait for one another"
             waiting = later
+        self._whole(v for v in self._apart.copy() if v in self._outputs)
         used = {v for e in self._equations for v in read_by(e)}
         return dataclasses.replace(
             flat,
@@ -544,14 +572,21 @@ class _New:
 
     def _add(self, i: int, cutting: _Cutting | None) -> None:
         if cutting is None:
-            self._equations.append(self._flat.equations[i])
-        elif isinstance(cutting, _Tasks):
+            e = self._flat.equations[i]
+            if e.outputs[0] not in self._apart:  # else it is put together when it is read
+                self._whole(read_by(e))
+                self._equations.append(e)
+            return
+        for i in cutting.stretch.equations:
+            self._apart.pop(self._flat.equations[i].outputs[0], None)
+        if isinstance(cutting, _Tasks):
             self._in_tasks(cutting)
         else:
             self._in_blocks(cutting)
 
     def _in_blocks(self, cutting: _Blocks) -> None:
         stretch = cutting.stretch
+        self._whole(stretch.entering)
         key = self._key(stretch, cutting.size)
         if key not in self._known:
             self._known[key] = parts.in_blocks(self._flat, stretch, cutting.size)
@@ -591,7 +626,9 @@ class _New:
         made: dict[int, dict[int, int]] = {low: {} for low in _lows(cutting)}
         sofar: dict[int, int] = {}
         for each in stretch.passes(flat):
-            self._equations.extend(flat.equations[i] for i in each.once)
+            for i in each.once:
+                self._whole(read_by(flat.equations[i]))
+                self._equations.append(flat.equations[i])
             for low, before in made.items():
                 part = self._part(cutting, each.steps, low, before)
                 before.update((v, part[v]) for v in each.wanted if v in stretch.dims)
@@ -601,18 +638,60 @@ class _New:
                         sofar[v] = self._combined(stretch, v, sofar.get(v), part[v], last)
         for v in stretch.leaving:
             if v in stretch.dims:
-                self._put_together(cutting, v, [part[v] for part in made.values()])
+                self._put_together(cutting, v, {low: part[v] for low, part in made.items()})
 
-    def _put_together(self, cutting: _Tasks, v: int, values: Sequence[int]) -> None:
-        dim, t = cutting.stretch.dims[v], self._types[v]
-        if v in cutting.left_in_parts:
-            self._outputs = [
-                _with_parts(o, v, Parts.along(dim, values, self._types, t))
-                for o in self._outputs
-            ]
-        else:
-            closed = _joining(tuple(self._types[p] for p in values), dim)
-            self._ours(closed, values, (v,), ())
+    def _put_together(self, cutting: _Tasks, v: int, parts: Mapping[int, int]) -> None:
+        stretch, dim, values = cutting.stretch, cutting.stretch.dims[v], [*parts.values()]
+        if v in cutting.left_in_parts or v in cutting.apart:
+            made = Parts.along(dim, values, self._types, self._types[v])
+            self._outputs = [_with_parts(o, v, made) for o in self._outputs]
+        if v in cutting.apart:
+            scale = stretch.scale(self._flat, v, dim)
+            self._apart[v] = dim, {low * scale: part for low, part in parts.items()}
+        elif v not in cutting.left_in_parts:
+            self._joined(values, dim, v)
+
+    def _joined(self, values: Sequence[int], dim: int, v: int | None = None) -> int:
+        closed = _joining(tuple(self._types[p] for p in values), dim)
+        if v is None:
+            v = self._value(Type.of(closed.jaxpr.outvars[0].aval))
+        self._ours(closed, values, (v,), ())
+        return v
+
+    def _whole(self, values: Iterable[int]) -> None:
+        """Puts together what is there in parts only, for who reads it whole."""
+        for v in values:
+            if v in self._apart:
+                dim, parts = self._apart.pop(v)
+                self._whole(parts.values())
+                self._joined([*parts.values()], dim, v)
+
+    def _piece(self, v: int, dim: int, low: int, length: int) -> int:
+        """Some positions of a value that is there in parts only."""
+        key = v, dim, low, length
+        if key not in self._pieces:
+            of, parts = self._apart[v]
+            found = []
+            for first, part in parts.items():
+                begin, end = low, low + length
+                if of == dim:
+                    begin = max(low - first, 0)
+                    end = min(low + length - first, self._types[part].shape[dim])
+                if begin < end:
+                    found.append(self._part_of(part, dim, begin, end - begin))
+            self._pieces[key] = found[0] if len(found) == 1 else self._joined(found, of)
+        return self._pieces[key]
+
+    def _part_of(self, v: int, dim: int, low: int, length: int) -> int:
+        """Some positions of a value, wherever it is."""
+        if v in self._apart:
+            return self._piece(v, dim, low, length)
+        if length == self._types[v].shape[dim]:
+            return v
+        closed = _cutting(self._types[v], dim, length)
+        value = self._value(Type.of(closed.jaxpr.outvars[0].aval))
+        self._ours(closed, (v, _position(low, np.uint32)), (value,), ())
+        return value
 
     def _combined(
         self, stretch: Stretch, v: int, sofar: int | None, part: int, last: bool
@@ -640,8 +719,11 @@ class _New:
 
         def read(i: int, position: int, v: int | Constant) -> int | Constant:
             dim = stretch.uses.get((i, position))
-            if isinstance(v, Constant) or v in of_part or dim is None:
-                return v if isinstance(v, Constant) else of_part.get(v, v)
+            if isinstance(v, Constant):
+                return v
+            if v in of_part or dim is None:
+                self._whole([] if v in of_part else [v])
+                return of_part.get(v, v)
             if (v, dim) not in cut:
                 make = self._window if v in cutting.sliced else self._cut
                 cut[v, dim] = make(stretch, v, dim, low, length)
@@ -677,10 +759,7 @@ class _New:
 
     def _cut(self, stretch: Stretch, v: int, dim: int, low: int, length: int) -> int:
         scale = stretch.scale(self._flat, v, dim)
-        closed = _cutting(self._types[v], dim, length * scale)
-        value = self._value(Type.of(closed.jaxpr.outvars[0].aval))
-        self._ours(closed, (v, _position(low * scale)), (value,), ())
-        return value
+        return self._part_of(v, dim, low * scale, length * scale)
 
     def _ours(
         self,
@@ -708,6 +787,20 @@ class _New:
             self._equations.append(Equation(eqn, read, written, calls, ours=True))  # pyright: ignore[reportArgumentType]
 
 
+def _joined_before(flat: FlatJaxpr) -> Iterator[tuple[int, tuple[int, dict[int, int]]]]:
+    """Values that are put together of parts in order to be cut: with the dimension, and the
+    parts by their first positions."""
+    for e in flat.equations:
+        if not e.ours or e.name != "concatenate":
+            continue
+        parts = [v for v in e.inputs if not isinstance(v, Constant)]
+        if len(parts) == len(e.inputs):
+            dim = e.origin.params["dimension"]
+            lengths = (flat.types[v].shape[dim] for v in parts)
+            lows = itertools.accumulate(lengths, initial=0)
+            yield e.outputs[0], (dim, dict(zip(lows, parts, strict=False)))
+
+
 def _lows(cutting: _Tasks) -> range:
     """The first position of each part."""
     return range(0, cutting.stretch.length, cutting.size)
@@ -733,8 +826,8 @@ def _calls(e: Equation) -> tuple[Any, ...]:
     return e.calls if e.ours else (*e.calls, e.origin)
 
 
-def _position(at: int) -> Constant:
-    position = np.asarray(at, np.int32)
+def _position(at: int, dtype: Any = np.int32) -> Constant:
+    position = np.asarray(at, dtype)
     return Constant(position, Type((), position.dtype))
 
 
@@ -747,9 +840,10 @@ def _joining(types: tuple[Type, ...], dim: int) -> Any:
 
 @functools.lru_cache(maxsize=1024)
 def _cutting(t: Type, dim: int, length: int) -> Any:
-    """The whole, and a first position, to a part of it."""
+    """The whole, and a first position, to a part of it; one equation, since no position is
+    negative."""
     cut = lambda array, start: lax.dynamic_slice_in_dim(array, start, length, dim)
-    return jax.make_jaxpr(cut)(t.struct(), jax.ShapeDtypeStruct((), np.int32))
+    return jax.make_jaxpr(cut)(t.struct(), jax.ShapeDtypeStruct((), np.uint32))
 
 
 @functools.lru_cache(maxsize=1024)

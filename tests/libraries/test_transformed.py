@@ -83,7 +83,11 @@ WAYS: dict[str, Callable[[Any], Any]] = {
 
 
 # What takes longest to compile.
-LONG = [("flax", "hessian"), *itertools.product(("llama", "pair"), WAYS)]
+LONG = [
+    ("flax", "hessian"),
+    ("equinox", "hessian"),
+    *itertools.product(("llama", "pair"), WAYS),
+]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,351 @@
+"""Which stretches of a function are cut, along which axis, in how many parts.
+
+Follows EinDecomp (arXiv 2410.02682): as few parts as fit, with little written down. All of
+it is an estimate, which orders what is tried.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jturnip.frontend import parts
+from jturnip.frontend.axes import Known, rules
+from jturnip.frontend.cutting import Blocks, Cutting, Tasks, with_cuttings
+from jturnip.frontend.stretches import Stretch, Stretches, read_by
+from jturnip.frontend.values import Constant, Equation, FlatJaxpr
+from jturnip.units import padded
+
+
+# What is between stretches stays in parts from this share of the budget on.
+_APART = 1 / 8
+_MOST_BLOCKS = 256
+_MOST_TASKS = 256
+# More equations than so many take long to plan.
+MOST_EQUATIONS = 1500
+# So many equations are looked at, each once for every axis of its neighbours: some seconds.
+_MOST_VISITED = 400_000
+# The share of the budget that what one of several tasks reads and writes may take; and what
+# it takes so that the next one's can be on its way meanwhile, where that asks for no more
+# than so many times the tasks.
+_OF_TASK = 0.8
+_WITH_NEXT = 0.4
+_TIMES_AHEAD = 4
+# The share that what is cut along the first of several axes takes.
+_OF_AXIS = 0.55
+# Axes of so many of the largest values are looked at.
+_SEEDS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """Of a function's arguments and closed-over arrays, the values that are in host memory,
+    and those that stay on the device from the start to the end."""
+
+    hosted: frozenset[int]
+    staying: frozenset[int] = frozenset()
+
+
+@dataclass(slots=True)
+class Search:
+    """What is known of a function's equations, and how many were looked at."""
+
+    rules: Known = field(default_factory=Known)
+    # What was not cut (`_Choice._signature`), and whether it need not be; what the keys
+    # name by their ids.
+    uncut: dict[Any, bool] = field(default_factory=dict)
+    named: dict[int, Any] = field(default_factory=dict)
+    # What a function (kept for its id) becomes by being cut so.
+    cut: dict[Any, tuple[FlatJaxpr, FlatJaxpr]] = field(default_factory=dict)
+    visited: int = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it takes too long."""
+        return self.visited > _MOST_VISITED
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What there is for a function, and what is tried with it."""
+
+    # Bytes beside what stays on the device; from what size on a value is large.
+    arena: int
+    least: int
+    # What XLA is expected to hold of a block, in values of the widest equation.
+    at_once: float
+    # Whether tasks are made although blocks along another axis may do.
+    eager: bool
+    # Whether what is between two stretches may stay in parts.
+    apart: bool
+    # Primitives that are slow in loops on this platform.
+    slow: frozenset[str]
+    where: Where
+
+    def is_slow_in_blocks(self, flat: FlatJaxpr, stretch: Stretch) -> bool:
+        return any(flat.equations[i].name in self.slow for i in stretch.working)
+
+
+def cut_once(
+    flat: FlatJaxpr,
+    room: Room,
+    tasks: bool,
+    search: Search,
+) -> tuple[FlatJaxpr, tuple[Any, ...]]:
+    """A function cut over tasks or in blocks, and what was cut how; nothing where nothing
+    was."""
+    stretches = Stretches(flat, rules(flat, parts.works, search.rules))
+    choice = _Choice(stretches, room, tasks, search)
+    choice.cut(stretches.ruled(), room.least)
+    many = sum(
+        -(-c.stretch.length // c.size) * len(c.stretch.equations)
+        for c in choice.cuttings
+        if isinstance(c, Tasks)
+    )
+    if not choice.cuttings or many > MOST_EQUATIONS:
+        return flat, ()
+    how = tuple(c.key for c in choice.cuttings)
+    key = id(flat), how
+    if key not in search.cut:
+        search.cut[key] = flat, with_cuttings(stretches, choice.cuttings)
+    return search.cut[key][1], how
+
+
+class _Choice:
+    """Chooses what of a function is cut, and how."""
+
+    def __init__(
+        self,
+        stretches: Stretches,
+        room: Room,
+        tasks: bool,
+        search: Search,
+    ):
+        self._search = search
+        self._stretches = stretches
+        self._room = room
+        self._tasks = tasks
+        self._hosted = room.where.hosted.union(s.value for s in stretches.flat.slices)
+        self.cuttings: list[Cutting] = []
+        self._taken: set[int] = set()
+
+    def cut(self, among: Sequence[int], least: int) -> None:
+        """Cuts what reads or writes values larger than `least`; where all that hangs
+        together so cannot be, what hangs together by larger ones."""
+        for members in self._stretches.together(among, least):
+            before = len(self.cuttings)
+            if not self._cut_together(members) and least < self._room.arena:
+                self.cut(members, 2 * least)
+            elif self._room.apart and len(self.cuttings) > before:
+                self.cut([i for i in members if i not in self._taken], least)
+
+    def _cut_together(self, members: Sequence[int]) -> bool:
+        """Cuts the best stretch among some equations; whether anything is done for them."""
+        if self._fits(members):
+            return True
+        # Parts of a stretch are all alike: what is not cut in one is not in another.
+        alike = self._signature(members)
+        if alike not in self._search.uncut:
+            before = len(self.cuttings)
+            done = self._cut_best(members)
+            if len(self.cuttings) > before:
+                return True
+            self._search.uncut[alike] = done
+        return self._search.uncut[alike]
+
+    def _fits(self, members: Sequence[int]) -> bool:
+        """Whether no stretch among some equations need be cut, whichever it is."""
+        equations = self._stretches.flat.equations
+        values = set().union(*(touched(equations[i]) for i in members))
+        values -= self._room.where.staying
+        most = nbytes_of(self._stretches.flat, values) * max(1, self._room.at_once)
+        return most <= self._room.arena
+
+    def _signature(self, members: Sequence[int]) -> Any:
+        """The same for equations that are the same but for the numbers of their values."""
+        stretches, room = self._stretches, self._room
+        flat, inside = stretches.flat, frozenset(members)
+        numbers: dict[int, int] = {}
+        found: list[Any] = [self._tasks, room.arena, room.at_once, room.eager, room.apart]
+        for i in stretches.between(members):
+            e = flat.equations[i]
+            self._search.named[id(e.origin)] = e.origin
+            found.append((id(e.origin), i in inside, i in self._taken))
+            for v in (*e.inputs, *e.outputs):
+                if isinstance(v, Constant):
+                    found.append(v.type)
+                elif v in numbers:
+                    found.append(numbers[v])
+                else:
+                    numbers[v] = len(numbers)
+                    at_home = inside.issuperset(stretches.readers.get(v, ()))
+                    hosted, stays = v in self._hosted, v in room.where.staying
+                    is_result = v in stretches.results
+                    found.append((flat.types[v], hosted, stays, is_result, at_home))
+        return tuple(found)
+
+    def _cut_best(self, members: Sequence[int]) -> bool:
+        seeds = self._seeds(members)
+        self._search.visited += len(members) * len(seeds)
+        if self._search.is_over:
+            return True
+        found = [
+            (stretch, dim)
+            for value, dim in seeds
+            if (stretch := self._stretches.along(members, value, dim)) is not None
+            and self._taken.isdisjoint(stretch.equations)
+        ]
+        if self._tasks:
+            tasks = [each for each in found if not self._fits_in_blocks(each[0])]
+            if len(tasks) < len(found) and not self._room.eager:
+                return True  # they need no tasks of their own
+            found = tasks
+        best: tuple[Any, Cutting] | None = None
+        for stretch, dim in found:
+            cutting = self._cutting(stretch)
+            if cutting is not None:
+                cost = self._cost(members, cutting, dim)
+                if best is None or cost < best[0]:
+                    best = cost, cutting
+        if best is not None:
+            self.cuttings.append(best[1])
+            self._taken.update(best[1].stretch.equations)
+        return best is not None
+
+    def _cutting(self, stretch: Stretch) -> Cutting | None:
+        if self._tasks:
+            return _into_tasks(self._stretches, self._hosted, self._room, stretch)
+        return _into_blocks(self._stretches.flat, self._room, stretch)
+
+    def _fits_in_blocks(self, stretch: Stretch) -> bool:
+        cutting = _into_blocks(self._stretches.flat, self._room, stretch)
+        return cutting is not None and cutting.nbytes <= self._room.arena
+
+    def _cost(self, members: Sequence[int], cutting: Cutting, dim: int) -> tuple[Any, ...]:
+        """What may fit is best, then what is not computed twice, then what leaves little
+        uncut, then few tasks that need little, then what is contiguous."""
+        stretch, equations = cutting.stretch, self._stretches.flat.equations
+        left = {v for i in members for v in equations[i].outputs if v not in stretch.dims}
+        uncut = nbytes_of(self._stretches.flat, left)
+        many = -(-stretch.length // cutting.size) if isinstance(cutting, Tasks) else 1
+        hopeless = cutting.nbytes > self._room.arena
+        return hopeless, stretch.loops, uncut, many, cutting.nbytes, dim
+
+    def _seeds(self, members: Sequence[int]) -> list[tuple[int, int]]:
+        """Dimensions of the largest values that some equations read or write."""
+        types, equations = self._stretches.flat.types, self._stretches.flat.equations
+        values = {
+            v for i in members for v in (*equations[i].outputs, *read_by(equations[i]))
+        }
+        shapes: dict[Any, int] = {}
+        for v in sorted(values, key=lambda v: (-types[v].nbytes, v)):
+            shapes.setdefault(types[v].shape, v)
+        return [
+            (v, dim)
+            for v in list(shapes.values())[:_SEEDS]
+            for dim, size in enumerate(types[v].shape)
+            if size > 1
+        ]
+
+
+def nbytes_of(flat: FlatJaxpr, values: Collection[int]) -> int:
+    return sum(padded(flat.types[v].nbytes) for v in values)
+
+
+def _held(stretch: Stretch, room: Room) -> set[int]:
+    """What is there whatever the blocks, beside what stays."""
+    return {*stretch.entering, *stretch.leaving, *stretch.reduced} - room.where.staying
+
+
+def _partial_bytes(flat: FlatJaxpr, stretch: Stretch) -> int:
+    """What one block adds to the largest of what is reduced."""
+    return max((nbytes_of(flat, [v]) for v in stretch.reduced), default=0)
+
+
+def _into_blocks(flat: FlatJaxpr, room: Room, stretch: Stretch) -> Blocks | None:
+    """The fewest blocks that are expected to fit in one task, or as many as there may be:
+    XLA may need less than is expected. None where the whole is expected to fit."""
+    whole = nbytes_of(flat, _held(stretch, room)) + _partial_bytes(flat, stretch)
+    block = int(room.at_once * stretch.widest_bytes(flat))
+    free = room.arena - whole
+    if free <= 0 or block <= free or room.is_slow_in_blocks(flat, stretch):
+        return None
+    blocks = min(_MOST_BLOCKS, stretch.length, max(2, -(-block // free)))
+    return Blocks(stretch, _size(stretch.length, blocks), whole + block // blocks)
+
+
+def _into_tasks(
+    stretches: Stretches, hosted: frozenset[int], room: Room, stretch: Stretch
+) -> Tasks | None:
+    """The fewest tasks of which each is expected to fit, perhaps in blocks; None where one
+    does, or none are."""
+    flat = stretches.flat
+    block = int(room.at_once * stretch.widest_bytes(flat))
+    if nbytes_of(flat, _held(stretch, room)) + block <= room.arena:
+        return None
+    large = int(room.arena * _APART) if room.apart else room.arena
+    between = {v for v in stretches.writer if flat.types[v].nbytes > large}
+    in_pieces = {*hosted, *between} if room.apart else hosted
+    sliced = frozenset(
+        v for v in stretch.entering if _may_be_sliced(stretches, in_pieces, stretch, v)
+    )
+    left = frozenset(v for v in stretch.leaving if _may_be_left(stretches, stretch, v))
+    cut = {v for v in stretch.leaving if v in stretch.dims}
+    apart = frozenset(cut & between) if room.apart else frozenset[int]()
+    rows = sliced | cut
+    whole, in_parts = nbytes_of(flat, _held(stretch, room) - rows), nbytes_of(flat, rows)
+    if 2 * nbytes_of(flat, cut - left - apart) > room.arena:
+        return None
+    if not room.is_slow_in_blocks(flat, stretch):
+        block //= _MOST_BLOCKS
+    most = min(stretch.length, _MOST_TASKS)
+    counts = [n for n in (2**k for k in range(1, 9)) if n <= most]
+    held = {n: whole + in_parts // n for n in counts}
+    needed = {n: held[n] + block // n for n in counts}
+    fit = [n for n in counts if needed[n] <= room.arena * _OF_TASK]
+    fit = fit or [n for n in counts if needed[n] <= room.arena]
+    ahead = [n for n in fit if held[n] <= room.arena * _WITH_NEXT]
+    if fit:
+        tasks = ahead[0] if ahead and ahead[0] <= _TIMES_AHEAD * fit[0] else fit[0]
+        size = _size(stretch.length, tasks)
+        return Tasks(stretch, size, held[tasks], sliced & hosted, left, apart)
+    # The rest may be cut along another axis, results with it: a part of the operands stays
+    # while the others' parts pass, once for each of it.
+    staying, share = nbytes_of(flat, sliced) or in_parts, room.arena * _OF_AXIS
+    if room.eager:
+        staying, share = in_parts, room.arena * _WITH_NEXT
+    little = [n for n in counts if staying // n <= share < in_parts]
+    if not little:
+        return None
+    size = _size(stretch.length, little[0])
+    return Tasks(stretch, size, room.arena + whole, sliced & hosted, left, apart)
+
+
+def _may_be_sliced(
+    stretches: Stretches, hosted: Collection[int], stretch: Stretch, v: int
+) -> bool:
+    """Whether tasks can read their parts of what enters, in host memory."""
+    return v in hosted and all(
+        (i, position) in stretch.uses
+        for i in stretch.equations
+        for position, read in enumerate(stretches.flat.equations[i].inputs)
+        if not isinstance(read, Constant) and read == v
+    )
+
+
+def _may_be_left(stretches: Stretches, stretch: Stretch, v: int) -> bool:
+    """Whether the parts of a value may be put together in host memory at the end."""
+    inside = set(stretch.equations).issuperset(stretches.readers.get(v, ()))
+    return v in stretch.dims and v in stretches.flat.result_values and inside
+
+
+def _size(length: int, wanted: int) -> int:
+    """The length of so many parts, or of some more that are all of one length."""
+    for count in range(wanted, min(wanted + wanted // 2, length) + 1):
+        if length % count == 0:
+            return length // count
+    return -(-length // wanted)
+
+
+def touched(e: Equation) -> set[int]:
+    """What an equation reads and writes."""
+    return {*read_by(e), *e.outputs}

@@ -1,0 +1,404 @@
+"""A function with some of its stretches done part by part, in blocks or over tasks.
+
+In blocks, a stretch becomes one equation with a loop in it. Over tasks, each part becomes
+equations of its own: they read windows of what lies in host memory, and slices of what does
+not; results are put together, or left in parts.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+from jax import lax
+
+from jturnip.frontend import parts
+from jturnip.frontend.stretches import Stretch, Stretches, read_by
+from jturnip.frontend.values import (
+    Constant,
+    Equation,
+    FlatJaxpr,
+    Parts,
+    Slice,
+    Type,
+    Window,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """A stretch as one task, in blocks of so many positions."""
+
+    stretch: Stretch
+    size: int
+    nbytes: int
+
+    @property
+    def key(self) -> Any:
+        """The same for the same cut of the same function."""
+        return self.stretch.key, self.size
+
+
+@dataclass(frozen=True, slots=True)
+class Tasks:
+    """A stretch as tasks of so many positions."""
+
+    stretch: Stretch
+    size: int
+    nbytes: int
+    # Of what enters, that of which each task reads only its part, in host memory.
+    sliced: frozenset[int]
+    # Results whose parts are put together in host memory; a task joins others.
+    left_in_parts: frozenset[int]
+    # What others read of it piece by piece, and is never put together for them.
+    apart: frozenset[int]
+
+    @property
+    def key(self) -> Any:
+        """The same for the same cut of the same function."""
+        return self.stretch.key, self.size, self.sliced, self.left_in_parts, self.apart
+
+
+Cutting: TypeAlias = Blocks | Tasks
+
+
+def with_cuttings(stretches: Stretches, cuttings: Sequence[Cutting]) -> FlatJaxpr:
+    """The function with other equations in the place of each stretch that is cut."""
+    return _New(stretches, cuttings).result()
+
+
+class _New:
+    """The new function, while it is made."""
+
+    def __init__(self, stretches: Stretches, cuttings: Sequence[Cutting]):
+        self._flat = stretches.flat
+        self._writer = stretches.writer
+        self._cuttings = cuttings
+        self._types = list(self._flat.types)
+        self._outputs = list(self._flat.outputs)
+        self._slices = {s.value: s for s in self._flat.slices}
+        self._windows: dict[tuple[int, Window], int] = {}
+        # Value that is there in parts only → the dimension, and its parts by their first
+        # positions. Pieces of such values that were made.
+        self._apart = dict(_joined_before(self._flat))
+        self._pieces: dict[tuple[int, int, int, int], int] = {}
+        self._equations: list[Equation] = []
+        # Equations made for one part, which others have too.
+        self._known: dict[Any, Any] = {}
+
+    def result(self) -> FlatJaxpr:
+        flat = self._flat
+        ends = {c.stretch.equations[-1]: c for c in self._cuttings}
+        of = {i: last for last, c in ends.items() for i in c.stretch.equations}
+        # What reads a stretch and stands among its equations comes after it.
+        waiting = [i for i in range(len(flat.equations)) if of.get(i, i) == i]
+        done: set[int] = set()
+        while waiting:
+            later = []
+            for i in waiting:
+                read = ends[i].stretch.entering if i in ends else read_by(flat.equations[i])
+                if any(v in self._writer and self._writer[v] not in done for v in read):
+                    later.append(i)
+                    continue
+                self._add(i, ends.get(i))
+                done.update(ends[i].stretch.equations if i in ends else (i,))
+            assert len(later) < len(waiting), "stretches that wait for one another"
+            waiting = later
+        self._whole(v for v in self._apart.copy() if v in self._outputs)
+        used = {v for e in self._equations for v in read_by(e)}
+        return dataclasses.replace(
+            flat,
+            types=tuple(self._types),
+            equations=tuple(self._equations),
+            outputs=tuple(self._outputs),
+            slices=tuple(s for s in self._slices.values() if s.value in used),
+        )
+
+    def _add(self, i: int, cutting: Cutting | None) -> None:
+        if cutting is None:
+            e = self._flat.equations[i]
+            if e.outputs[0] not in self._apart:  # else it is put together when it is read
+                self._whole(read_by(e))
+                self._equations.append(e)
+            return
+        for i in cutting.stretch.equations:
+            self._apart.pop(self._flat.equations[i].outputs[0], None)
+        if isinstance(cutting, Tasks):
+            self._in_tasks(cutting)
+        else:
+            self._in_blocks(cutting)
+
+    def _in_blocks(self, cutting: Blocks) -> None:
+        stretch = cutting.stretch
+        self._whole(stretch.entering)
+        key = self._key(stretch, cutting.size)
+        if key not in self._known:
+            self._known[key] = parts.in_blocks(self._flat, stretch, cutting.size)
+        calls = _calls(parts.lead_equation(self._flat, stretch))
+        self._equations.append(
+            Equation(self._known[key], stretch.entering, stretch.leaving, calls, ours=True)
+        )
+
+    def _key(self, stretch: Stretch, size: int) -> Any:
+        """The same for stretches that are the same but for the numbers of their values."""
+        numbers: dict[int, int] = {}
+        equations = []
+        for i in stretch.equations:
+            e = self._flat.equations[i]
+            read = tuple(
+                ("constant", np.asarray(v.value).tobytes(), v.type)
+                if isinstance(v, Constant)
+                else (numbers.setdefault(v, len(numbers)), self._flat.types[v])
+                for v in e.inputs
+            )
+            written = tuple(numbers.setdefault(v, len(numbers)) for v in e.outputs)
+            equations.append((id(e.origin), read, written, i in stretch.working))
+        dims = tuple(sorted((numbers[v], dim) for v, dim in stretch.dims.items()))
+        entering = tuple(numbers[v] for v in stretch.entering)
+        leaving = tuple(numbers[v] for v in stretch.leaving)
+        return tuple(equations), dims, entering, leaving, size
+
+    # -- tasks -------------------------------------------------------------------------
+
+    def _value(self, t: Type) -> int:
+        self._types.append(t)
+        return len(self._types) - 1
+
+    def _in_tasks(self, cutting: Tasks) -> None:
+        flat, stretch = self._flat, cutting.stretch
+        # What each part of a value is, by its first position.
+        made: dict[int, dict[int, int]] = {low: {} for low in _lows(cutting)}
+        sofar: dict[int, int] = {}
+        for each in stretch.passes(flat):
+            for i in each.once:
+                self._whole(read_by(flat.equations[i]))
+                self._equations.append(flat.equations[i])
+            for low, before in made.items():
+                part = self._part(cutting, each.steps, low, before)
+                before.update((v, part[v]) for v in each.wanted if v in stretch.dims)
+                for v in each.wanted:
+                    if v in stretch.reduced:  # partial results are combined as they come
+                        last = low == max(made)
+                        sofar[v] = self._combined(stretch, v, sofar.get(v), part[v], last)
+        for v in stretch.leaving:
+            if v in stretch.dims:
+                self._put_together(cutting, v, {low: part[v] for low, part in made.items()})
+
+    def _put_together(self, cutting: Tasks, v: int, parts: Mapping[int, int]) -> None:
+        stretch, dim, values = cutting.stretch, cutting.stretch.dims[v], [*parts.values()]
+        if v in cutting.left_in_parts or v in cutting.apart:
+            made = Parts.along(dim, values, self._types, self._types[v])
+            self._outputs = [_with_parts(o, v, made) for o in self._outputs]
+        if v in cutting.apart:
+            scale = stretch.scale(self._flat, v, dim)
+            self._apart[v] = dim, {low * scale: part for low, part in parts.items()}
+        elif v not in cutting.left_in_parts:
+            self._joined(values, dim, v)
+
+    def _joined(self, values: Sequence[int], dim: int, v: int | None = None) -> int:
+        closed = _joining(tuple(self._types[p] for p in values), dim)
+        if v is None:
+            v = self._value(Type.of(closed.jaxpr.outvars[0].aval))
+        self._ours(closed, values, (v,), ())
+        return v
+
+    def _whole(self, values: Iterable[int]) -> None:
+        """Puts together what is there in parts only, for who reads it whole."""
+        for v in values:
+            if v in self._apart:
+                dim, parts = self._apart.pop(v)
+                self._whole(parts.values())
+                self._joined([*parts.values()], dim, v)
+
+    def _piece(self, v: int, dim: int, low: int, length: int) -> int:
+        """Some positions of a value that is there in parts only."""
+        key = v, dim, low, length
+        if key not in self._pieces:
+            of, parts = self._apart[v]
+            found = []
+            for first, part in parts.items():
+                begin, end = low, low + length
+                if of == dim:
+                    begin = max(low - first, 0)
+                    end = min(low + length - first, self._types[part].shape[dim])
+                if begin < end:
+                    found.append(self._part_of(part, dim, begin, end - begin))
+            self._pieces[key] = found[0] if len(found) == 1 else self._joined(found, of)
+        return self._pieces[key]
+
+    def _part_of(self, v: int, dim: int, low: int, length: int) -> int:
+        """Some positions of a value, wherever it is."""
+        if v in self._apart:
+            return self._piece(v, dim, low, length)
+        if length == self._types[v].shape[dim]:
+            return v
+        closed = _cutting(self._types[v], dim, length)
+        value = self._value(Type.of(closed.jaxpr.outvars[0].aval))
+        self._ours(closed, (v, _position(low, np.uint32)), (value,), ())
+        return value
+
+    def _combined(
+        self, stretch: Stretch, v: int, sofar: int | None, part: int, last: bool
+    ) -> int:
+        if sofar is None:
+            return part
+        name, t = self._flat.equations[stretch.reduced[v]].name, self._types[sofar]
+        total = v if last else self._value(t)
+        closed = _combining(name, t, self._types[total].dtype)
+        self._ours(closed, (sofar, part), (total,), ())
+        return total
+
+    def _part(
+        self, cutting: Tasks, steps: Sequence[int], low: int, made: Mapping[int, int]
+    ) -> Mapping[int, int]:
+        """Adds some equations for one part; returns what each value is there.
+
+        Args:
+          made: what some values are there already.
+        """
+        flat, stretch = self._flat, cutting.stretch
+        length = min(cutting.size, stretch.length - low)
+        of_part: dict[int, int] = {**made}
+        cut: dict[tuple[int, int], int] = {}
+
+        def read(i: int, position: int, v: int | Constant) -> int | Constant:
+            dim = stretch.uses.get((i, position))
+            if isinstance(v, Constant):
+                return v
+            if v in of_part or dim is None:
+                self._whole([] if v in of_part else [v])
+                return of_part.get(v, v)
+            if (v, dim) not in cut:
+                make = self._window if v in cutting.sliced else self._cut
+                cut[v, dim] = make(stretch, v, dim, low, length)
+            return cut[v, dim]
+
+        for i in steps:
+            e = flat.equations[i]
+            inputs = [read(i, position, v) for position, v in enumerate(e.inputs)]
+            types = [v.type if isinstance(v, Constant) else self._types[v] for v in inputs]
+            shapes = [stretch.shape(flat, v, length) for v in e.outputs]
+            along = stretch.along(flat, i)
+            key = (id(e.origin), along, tuple(types), tuple(shapes))
+            if key not in self._known:
+                self._known[key] = parts.on_part(e, types, shapes, along)
+            closed = self._known[key]
+            outputs = [self._value(Type.of(v.aval)) for v in closed.jaxpr.outvars]
+            self._ours(closed, (_position(low), *inputs), outputs, _calls(e))
+            of_part.update(zip(e.outputs, outputs, strict=True))
+        return of_part
+
+    def _window(self, stretch: Stretch, v: int, dim: int, low: int, length: int) -> int:
+        """The part of an array in host memory that a task reads."""
+        scale = stretch.scale(self._flat, v, dim)
+        whole = Slice(v, v, Window.of(self._types[v].shape))
+        before = self._slices.get(v, whole)
+        window = before.window.part(dim, low * scale, (low + length) * scale)
+        key = before.source, window
+        if key not in self._windows:
+            value = self._value(self._types[v].part(dim, length * scale))
+            self._slices[value] = Slice(value, *key)
+            self._windows[key] = value
+        return self._windows[key]
+
+    def _cut(self, stretch: Stretch, v: int, dim: int, low: int, length: int) -> int:
+        scale = stretch.scale(self._flat, v, dim)
+        return self._part_of(v, dim, low * scale, length * scale)
+
+    def _ours(
+        self,
+        closed: Any,
+        inputs: Sequence[int | Constant],
+        outputs: Sequence[int],
+        calls: tuple[Any, ...],
+    ) -> None:
+        """Adds the equations of a jaxpr of our own making."""
+        jaxpr = closed.jaxpr
+        assert not jaxpr.constvars
+        values: dict[Any, int | Constant] = dict(zip(jaxpr.invars, inputs, strict=True))
+        values.update(zip(jaxpr.outvars, outputs, strict=True))
+        calls = calls or (self._equations[-1].calls if self._equations else ())
+        for eqn in jaxpr.eqns:
+            read = tuple(
+                Constant(v.val, Type.of(v.aval)) if hasattr(v, "val") else values[v]
+                for v in eqn.invars
+            )
+            for v in eqn.outvars:
+                if v not in values:
+                    values[v] = self._value(Type.of(v.aval))
+            written = tuple(values[v] for v in eqn.outvars)
+            assert all(isinstance(v, int) for v in written)
+            self._equations.append(Equation(eqn, read, written, calls, ours=True))  # pyright: ignore[reportArgumentType]
+
+
+def _joined_before(flat: FlatJaxpr) -> Iterator[tuple[int, tuple[int, dict[int, int]]]]:
+    """Values that are put together of parts in order to be cut: with the dimension, and the
+    parts by their first positions."""
+    for e in flat.equations:
+        if not e.ours or e.name != "concatenate":
+            continue
+        parts = [v for v in e.inputs if not isinstance(v, Constant)]
+        if len(parts) == len(e.inputs):
+            dim = e.origin.params["dimension"]
+            lengths = (flat.types[v].shape[dim] for v in parts)
+            lows = itertools.accumulate(lengths, initial=0)
+            yield e.outputs[0], (dim, dict(zip(lows, parts, strict=False)))
+
+
+def _lows(cutting: Tasks) -> range:
+    """The first position of each part."""
+    return range(0, cutting.stretch.length, cutting.size)
+
+
+def _with_parts(output: int | Parts, v: int, made: Parts) -> int | Parts:
+    """A result that is a value, or has it as a part, with its parts instead."""
+    if output == v:
+        return made
+    if not isinstance(output, Parts) or v not in output.values:
+        return output
+    at = output.values.index(v)
+    window = output.windows[at]
+    inside = tuple(w.within(window) for w in made.windows)
+    return Parts(
+        (*output.values[:at], *made.values, *output.values[at + 1 :]),
+        (*output.windows[:at], *inside, *output.windows[at + 1 :]),
+        output.type,
+    )
+
+
+def _calls(e: Equation) -> tuple[Any, ...]:
+    return e.calls if e.ours else (*e.calls, e.origin)
+
+
+def _position(at: int, dtype: Any = np.int32) -> Constant:
+    position = np.asarray(at, dtype)
+    return Constant(position, Type((), position.dtype))
+
+
+@functools.lru_cache(maxsize=1024)
+def _joining(types: tuple[Type, ...], dim: int) -> Any:
+    """Parts to the whole."""
+    join = lambda *arrays: lax.concatenate(arrays, dim)
+    return jax.make_jaxpr(join)(*(t.struct() for t in types))
+
+
+@functools.lru_cache(maxsize=1024)
+def _cutting(t: Type, dim: int, length: int) -> Any:
+    """The whole, and a first position, to a part of it; one equation, since no position is
+    negative."""
+    cut = lambda array, start: lax.dynamic_slice_in_dim(array, start, length, dim)
+    return jax.make_jaxpr(cut)(t.struct(), jax.ShapeDtypeStruct((), np.uint32))
+
+
+@functools.lru_cache(maxsize=1024)
+def _combining(name: str, t: Type, dtype: Any) -> Any:
+    """What a reduction has so far, and one more part, to what it has then."""
+
+    def combine(sofar: Any, part: Any) -> Any:
+        return lax.convert_element_type(parts.combined(name, sofar, part), dtype)
+
+    return jax.make_jaxpr(combine)(t.struct(), t.struct())

@@ -22,8 +22,13 @@ QUICK = (
 )
 # The same for what tries many budgets; where much can be cut, that takes minutes, and is
 # done for some.
-VERY_QUICK = ("a gaussian process",)
-SEARCHED = (*VERY_QUICK, "a product of matrices", "a stack of convolutions")
+VERY_QUICK = ("filtered by ffts",)
+SEARCHED = (
+    *VERY_QUICK,
+    "a gaussian process",
+    "a product of matrices",
+    "a stack of convolutions",
+)
 
 
 def on_all(

@@ -237,9 +237,7 @@ def test_cut_functions_give_the_same(name: str, quick_compilation: None):
 @pytest.mark.parametrize(
     "name",
     [
-        name
-        if name in ("attention", "windows")
-        else pytest.param(name, marks=pytest.mark.slow)
+        name if name == "windows" else pytest.param(name, marks=pytest.mark.slow)
         for name in FUNCTIONS
     ],
 )
@@ -330,7 +328,7 @@ def test_layers_alike_share_their_blocks():
     assert reports[1].distinct == reports[0].distinct
 
 
-@pytest.mark.parametrize("kib", [16, 32, 96])
+@pytest.mark.parametrize("kib", [pytest.param(16, marks=pytest.mark.slow), 32, 96])
 def test_arguments_on_the_device_leave_the_less_to_cut_for(kib: int):
     """They take their bytes in any way to cut: each was refused once, and less was not."""
 

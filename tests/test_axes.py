@@ -269,6 +269,20 @@ def test_intermediates_larger_than_the_budget_stay_in_parts(share: float):
     np.testing.assert_array_equal(found, jax.jit(fn)(x))
 
 
+def test_what_says_something_beside_may_be_cut(capsys: pytest.CaptureFixture[str]):
+    """An equation without results stands among those that are cut."""
+
+    def fn(x: Any) -> Any:
+        jax.debug.print("the sum is {}", x.sum())
+        return jnp.sort(jnp.sort(x * 2, axis=1), axis=0)
+
+    x = numbers(256, 128)
+    f = jturnip.jit(fn, x.nbytes * 3 // 4 + 4096)
+    np.testing.assert_array_equal(f(jturnip.host(x)), np.sort(np.sort(x * 2, 1), 0))
+    jax.effects_barrier()
+    assert capsys.readouterr().out.count("the sum is") == 1
+
+
 def test_nothing_is_cut_where_all_is_small():
     flat = flat_of(attention, *FUNCTIONS["attention"][1])
     assert not list(

@@ -26,6 +26,7 @@ from jturnip.frontend.values import (
     Slice,
     Type,
     Window,
+    values_of,
 )
 
 
@@ -108,7 +109,7 @@ class _New:
                 done.update(ends[i].stretch.equations if i in ends else (i,))
             assert len(later) < len(waiting), "stretches that wait for one another"
             waiting = later
-        self._whole(v for v in self._apart.copy() if v in self._outputs)
+        self._whole(v for output in self._outputs for v in values_of(output))
         used = {v for e in self._equations for v in read_by(e)}
         return dataclasses.replace(
             flat,
@@ -121,12 +122,13 @@ class _New:
     def _add(self, i: int, cutting: Cutting | None) -> None:
         if cutting is None:
             e = self._flat.equations[i]
-            if e.outputs[0] not in self._apart:  # else it is put together when it is read
+            if self._apart.keys().isdisjoint(e.outputs):
                 self._whole(read_by(e))
                 self._equations.append(e)
-            return
+            return  # else it is put together when it is read
         for i in cutting.stretch.equations:
-            self._apart.pop(self._flat.equations[i].outputs[0], None)
+            for v in self._flat.equations[i].outputs:
+                self._apart.pop(v, None)
         if isinstance(cutting, Tasks):
             self._in_tasks(cutting)
         else:

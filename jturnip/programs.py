@@ -47,6 +47,10 @@ _TIMES = 3
 # where stretches are cut for each budget.
 _TRIES = 12
 _TRIES_CUT = 2
+# Where a function that is cut moves more than so many times what goes in and comes out, so
+# many ways to cut it are planned.
+_MUCH = 4
+_SOME_WAYS = 4
 # A refusal asks for what needs no cutting unless cutting makes do with this share of it.
 _WORTH = 0.9
 
@@ -483,20 +487,34 @@ def _cut_along_axes(
     how: How,
     to_host: Collection[int],
 ) -> Straight:
-    """One plan for all tasks, with large stretches cut in the first way that fits."""
+    """One plan for all tasks, with large stretches cut in the first way that fits; where
+    that moves much, in the fastest of some, as predicted."""
     refusal: DoesNotFit | None = None
+    found: list[Straight] = []
     arena = budget.arena(arguments.device)
     where, platform = lowering.where(flat, arguments), arguments.device.platform
     if lowering.bytes_at_start(flat, arguments) <= arena:
         for cut in cut_along_axes(flat, where, arena, platform):
             try:
-                return _straight(cut, arguments, budget, how, to_host)
+                found.append(_straight(cut, arguments, budget, how, to_host))
             except DoesNotFit as error:
                 if refusal is None or error.needed_bytes < refusal.needed_bytes:
                     refusal = error.with_traceback(None)
+                continue
+            if _moves_little(found[-1].plan, flat) or len(found) == _SOME_WAYS:
+                break
+    if found:
+        return min(found, key=lambda made: made.plan.predicted_seconds)
     if refusal is None:  # there is no way: so it says what it needs as it is
         return _straight(flat, arguments, budget, how, to_host)
     raise refusal
+
+
+def _moves_little(plan: Plan, flat: FlatJaxpr) -> bool:
+    """Whether a plan moves no more than some times what goes in and comes out."""
+    ends = sum(flat.types[v].nbytes for v in flat.inputs)
+    ends += sum(flat.type_of(output).nbytes for output in flat.outputs)
+    return plan.h2d_bytes + plan.d2h_bytes <= _MUCH * ends
 
 
 def _tasks_between(

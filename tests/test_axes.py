@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import assert_same, memory_kinds
+from checks import assert_same, memory_kinds, whole_bytes
 from jax import lax
 
 import jturnip
@@ -267,6 +267,25 @@ def test_intermediates_larger_than_the_budget_stay_in_parts(share: float):
     found = f(jturnip.host(x))
     assert f.last_run.peak_bytes <= gpu_bytes
     np.testing.assert_array_equal(found, jax.jit(fn)(x))
+
+
+@pytest.mark.slow
+def test_of_several_ways_that_fit_not_the_one_that_moves_most():
+    """The first that fits carries what is between to the host and back a thousand times
+    over; another moves what goes in and comes out."""
+
+    def conv(x: Any, w: Any) -> Any:
+        layout = ("NHWC", "HWIO", "NHWC")
+        return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=layout)
+
+    def loss(images: Any, first: Any, second: Any) -> Any:
+        return jnp.mean(conv(jax.nn.relu(conv(images, first)), second) ** 2)
+
+    fn = jax.grad(loss, (1, 2))
+    args = numbers(32, 64, 64, 3), numbers(3, 3, 3, 32), numbers(3, 3, 32, 32)
+    gpu_bytes = whole_bytes(jax.jit(fn).lower(*args).compile()) // 4
+    plan = jturnip.jit(fn, gpu_bytes).lower(*jturnip.host(args)).plan
+    assert plan.h2d_bytes + plan.d2h_bytes < 4 * sum(a.nbytes for a in args)
 
 
 def test_what_says_something_beside_may_be_cut(capsys: pytest.CaptureFixture[str]):

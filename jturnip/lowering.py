@@ -226,14 +226,14 @@ def _least_bytes(graph: TaskGraph, there: Collection[BufferId]) -> int:
     """What a plan needs at least if some more buffers are on the device all the time."""
     bytes_of = [padded(b.nbytes) for b in graph.buffers]
     staying = {b.id for b in graph.buffers if b.pinned}.union(there)
-    largest = max(
-        (
-            padded(t.workspace)
-            + sum(bytes_of[b] for b in (*t.inputs, *t.new) if b not in staying)
-            for t in graph.tasks
-        ),
-        default=0,
-    )
+
+    def needed(task: Task) -> int:
+        # What stays cannot be written over: the result has bytes of its own then.
+        kept = [task.outputs[o] for o, i in task.overwrites if task.inputs[i] in staying]
+        used = (*task.inputs, *task.new, *kept)
+        return padded(task.workspace) + sum(bytes_of[b] for b in used if b not in staying)
+
+    largest = max(map(needed, graph.tasks), default=0)
     return sum(bytes_of[b] for b in staying) + largest
 
 

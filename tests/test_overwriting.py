@@ -218,3 +218,12 @@ def test_a_step_of_optax_needs_four_arrays_for_each():
     assert needed <= 2.1 * 256 * 256 * 4 + 8192 < peak
     f = jturnip.jit(step, needed, donate_argnums=(0, 1))
     assert_same(f(*jturnip.host(args)), jax.jit(step)(*args))
+
+
+def test_results_that_are_arguments_again_are_not_counted_as_written_over():
+    """The first call writes over its copies; of its results, the caller's, it may not."""
+    fn = lambda arrays: [x * 2 + 1 for x in arrays]
+    arrays = [array(128, 128, seed=k) for k in range(6)]
+    f = jturnip.jit(fn, 6 * arrays[0].nbytes + 4096, strategy="turnip")
+    found = f(jturnip.host(arrays))
+    assert_same(f(found), jax.jit(fn)(jax.jit(fn)(arrays)))

@@ -222,6 +222,12 @@ def _not_to_be_lost(
     return frozenset(staying)
 
 
+def _finest(flat: FlatJaxpr, partitioner: Partitioner, arguments: Arguments) -> list[Group]:
+    """The smallest tasks there can be, in a single run."""
+    staying = _not_to_be_lost(flat, arguments, repeated=False)
+    return with_overwriting(flat, partitioner.partition(0), staying)
+
+
 def _least_bytes(graph: TaskGraph, there: Collection[BufferId]) -> int:
     """What a plan needs at least if some more buffers are on the device all the time."""
     bytes_of = [padded(b.nbytes) for b in graph.buffers]
@@ -250,10 +256,7 @@ def _least_when_cut(
     least = _least_bytes(graph, there)
     if least <= arena:
         return least
-    groups = with_overwriting(
-        flat, partitioner.partition(0), _not_to_be_lost(flat, arguments, False)
-    )
-    finest, _ = _build(flat, groups, arguments)
+    finest, _ = _build(flat, _finest(flat, partitioner, arguments), arguments)
     workspace = max((padded(t.workspace) for t in graph.tasks), default=0)
     return min(least, _least_bytes(finest, there) + workspace)
 
@@ -484,9 +487,7 @@ def _refuse_early(
     least = partitioner.least_bytes(staying) + kept
     if max(least, bytes_at_start(flat, arguments)) <= arena:
         return
-    finest = with_overwriting(
-        flat, partitioner.partition(0), _not_to_be_lost(flat, arguments, False)
-    )
+    finest = _finest(flat, partitioner, arguments)
     bare, _ = _build(flat, finest, arguments)
     if smallest_budget(bare) <= arena:
         return

@@ -402,8 +402,6 @@ _WHY = {
     "a kernel times a matrix": "cut along two axes there are too many tasks",
     "a jacobian of a network": "the weights leave no room for a row; cut along more axes"
     " there are too many tasks",
-    "correlations by ffts": "the product of two spectra is a third array, of one row each:"
-    " no task writes over what it reads last",
 }
 
 

@@ -286,7 +286,8 @@ def _lower(task: _Work, how: How, marked: bool) -> tuple[Any, Any]:
 
 def _as_function(work: _Work, marked: bool) -> Callable[..., Any]:
     flat, group = work.flat, work.group
-    turned = [at for at, v in enumerate(group.outputs) if v in _turned(flat, group)]
+    made_turned = _turned(flat, group)
+    turned = [at for at, v in enumerate(group.outputs) if v in made_turned]
 
     def task(*arguments: Any) -> list[Any]:
         read = len(group.inputs)

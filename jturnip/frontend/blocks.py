@@ -25,7 +25,7 @@ from jturnip.frontend.choosing import (
     touched,
 )
 from jturnip.frontend.values import Equation, FlatJaxpr
-from jturnip.units import format_bytes, padded
+from jturnip.units import format_bytes
 
 
 # Values are large from these shares of the budget on, in the order in which they are tried.
@@ -71,7 +71,7 @@ def cut_along_axes(
       arena: bytes on the device; where none are left, there is no way.
       platform: the device's.
     """
-    arena -= sum(padded(flat.types[v].nbytes) for v in where.staying)
+    arena -= nbytes_of(flat, where.staying)
     search = Search()
     if arena <= 0 or not _may_be_cut(flat, arena, where, search):
         return

@@ -154,11 +154,13 @@ class _Choice:
 
     def _fits(self, members: Sequence[int]) -> bool:
         """Whether no stretch among some equations need be cut, whichever it is."""
-        equations = self._stretches.flat.equations
-        values = set().union(*(touched(equations[i]) for i in members))
-        values -= self._room.where.staying
+        values = self._touched_by(members) - self._room.where.staying
         most = nbytes_of(self._stretches.flat, values) * max(1, self._room.at_once)
         return most <= self._room.arena
+
+    def _touched_by(self, members: Sequence[int]) -> set[int]:
+        equations = self._stretches.flat.equations
+        return set().union(*(touched(equations[i]) for i in members))
 
     def _signature(self, members: Sequence[int]) -> Any:
         """The same for equations that are the same but for the numbers of their values."""
@@ -232,10 +234,7 @@ class _Choice:
 
     def _seeds(self, members: Sequence[int]) -> list[tuple[int, int]]:
         """Dimensions of the largest values that some equations read or write."""
-        types, equations = self._stretches.flat.types, self._stretches.flat.equations
-        values = {
-            v for i in members for v in (*equations[i].outputs, *read_by(equations[i]))
-        }
+        types, values = self._stretches.flat.types, self._touched_by(members)
         shapes: dict[Any, int] = {}
         for v in sorted(values, key=lambda v: (-types[v].nbytes, v)):
             shapes.setdefault(types[v].shape, v)
@@ -248,6 +247,7 @@ class _Choice:
 
 
 def nbytes_of(flat: FlatJaxpr, values: Collection[int]) -> int:
+    """Bytes that some values take on the device."""
     return sum(padded(flat.types[v].nbytes) for v in values)
 
 

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from jturnip.frontend import parts
+from jturnip.frontend import parts, stacks
 from jturnip.frontend.stretches import Stretch, Stretches, read_by
 from jturnip.frontend.values import (
     Constant,
@@ -202,7 +202,7 @@ class _New:
             self._joined(values, dim, v)
 
     def _joined(self, values: Sequence[int], dim: int, v: int | None = None) -> int:
-        closed = _joining(tuple(self._types[p] for p in values), dim)
+        closed = stacks.joining(tuple(self._types[p] for p in values), dim)
         if v is None:
             v = self._value(Type.of(closed.jaxpr.outvars[0].aval))
         self._ours(closed, values, (v,), ())
@@ -271,9 +271,11 @@ class _New:
             dim = stretch.uses.get((i, position))
             if isinstance(v, Constant):
                 return v
-            if v in of_part or dim is None:
-                self._whole([] if v in of_part else [v])
-                return of_part.get(v, v)
+            if v in of_part:
+                return of_part[v]
+            if dim is None:
+                self._whole([v])
+                return v
             if (v, dim) not in cut:
                 make = self._window if v in cutting.sliced else self._cut
                 cut[v, dim] = make(stretch, v, dim, low, length)
@@ -379,13 +381,6 @@ def _calls(e: Equation) -> tuple[Any, ...]:
 def _position(at: int, dtype: Any = np.int32) -> Constant:
     position = np.asarray(at, dtype)
     return Constant(position, Type((), position.dtype))
-
-
-@functools.lru_cache(maxsize=1024)
-def _joining(types: tuple[Type, ...], dim: int) -> Any:
-    """Parts to the whole."""
-    join = lambda *arrays: lax.concatenate(arrays, dim)
-    return jax.make_jaxpr(join)(*(t.struct() for t in types))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -174,9 +174,9 @@ def copying(t: Type) -> Any:
 
 
 @functools.lru_cache(maxsize=1024)
-def joining(parts: tuple[Type, ...]) -> Any:
-    """Parts to the whole."""
-    join = lambda *arrays: lax.concatenate(arrays, 0)
+def joining(parts: tuple[Type, ...], dim: int = 0) -> Any:
+    """Parts along a dimension to the whole."""
+    join = lambda *arrays: lax.concatenate(arrays, dim)
     return jax.make_jaxpr(join)(*(t.struct() for t in parts))
 
 

@@ -13,9 +13,9 @@ import numpy as np
 import jturnip
 from benchmarks import inside
 from benchmarks.measure import Figure, Section, column, in_turn, ratios
-from jturnip import lowering
-from jturnip.frontend.jaxpr import flatten
+from jturnip.frontend.flatten import flatten
 from jturnip.frontend.partition import Partitioner
+from jturnip.programs.devices import rates
 
 
 _WIDTH = 8
@@ -74,8 +74,8 @@ def _apart_seconds(size: int) -> tuple[float, ...]:
     for _ in range(3):
         gc.collect()
         begin = time.perf_counter()
-        rates = lowering.rates(jax.devices()[0])
-        Partitioner(flatten(jaxpr), rates).partition(_LARGEST_TASK)
+        partitioner = Partitioner(flatten(jaxpr), rates(jax.devices()[0]))
+        partitioner.partition(_LARGEST_TASK)
         seconds.append(time.perf_counter() - begin)
     return tuple(seconds)
 

@@ -10,15 +10,15 @@ import numpy as np
 
 from benchmarks.graphs import total_bytes, training_graph
 from benchmarks.measure import Figure, Section
-from jturnip import lowering
 from jturnip.graph.taskgraph import TaskGraph
+from jturnip.programs.planning import make_plan
 
 
 LARGEST_SECONDS = 20.0  # wanted of the largest graph
 
 
 def planning(sizes: tuple[int, ...], rounds: int, budget: float = 0.1) -> Section:
-    """Times `lowering.make_plan` on training graphs of growing size.
+    """Times `planning.make_plan` on training graphs of growing size.
 
     Args:
       sizes: numbers of tasks, the target's last.
@@ -67,7 +67,7 @@ def _planned(graph: TaskGraph, budget: float) -> Any:
         graph=graph, arguments=SimpleNamespace(device=jax.devices()[0])
     )
     gpu_bytes = int(budget * total_bytes(graph))
-    return lowering.make_plan(stub, gpu_bytes, "turnip", None)[0]
+    return make_plan(stub, gpu_bytes, "turnip", None)[0]
 
 
 def _growth(graphs: list[TaskGraph], seconds: list[list[float]]) -> float:

@@ -296,6 +296,10 @@ class Returned:
         return cls(tuple(groups), tuple(again.items()))
 
 
+# That any result may lie anywhere.
+NOTHING_KNOWN = Returned()
+
+
 def _with_positions(trees: Sequence[Any]) -> list[tuple[int, Any]]:
     """Trees with the position of the first leaf of each."""
     counts = [len(jax.tree.leaves(tree)) for tree in trees]

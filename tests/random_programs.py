@@ -31,7 +31,7 @@ from checks import assert_same, on_device, whole_bytes
 from watch import Watch
 
 import jturnip
-from jturnip.frontend.jaxpr import pruned_arguments
+from jturnip.frontend.inline import pruned_arguments
 
 
 WIDTH = 128  # a matrix is 64 KiB, the size from which jturnip takes arrays apart

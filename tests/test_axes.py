@@ -13,7 +13,7 @@ from jax import lax
 import jturnip
 from jturnip.frontend import blocks
 from jturnip.frontend.axes import Known, rules
-from jturnip.frontend.jaxpr import flatten
+from jturnip.frontend.flatten import flatten
 from jturnip.frontend.parts import works
 from jturnip.frontend.values import Constant, FlatJaxpr, Parts
 

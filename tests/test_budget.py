@@ -25,10 +25,12 @@ from checks import (
 )
 
 import jturnip
-from jturnip import lowering, placement, runners, stages
+from jturnip import placement
 from jturnip.compiler import executables
 from jturnip.models import llama
 from jturnip.placement import Returned
+from jturnip.programs import attempts, bounds, planning
+from jturnip.stages import lowered
 
 
 X = np.ones((128, 128), np.float32)
@@ -204,9 +206,9 @@ def test_threads_may_call_the_same_function_at_once(gpu_bytes: int):
 
 def test_threads_that_call_at_once_compile_once(monkeypatch: pytest.MonkeyPatch):
     plans = []
-    make_plan = stages.lowering.make_plan
+    make_plan = planning.make_plan
     monkeypatch.setattr(
-        stages.lowering, "make_plan", lambda *args: plans.append(1) or make_plan(*args)
+        planning, "make_plan", lambda *args: plans.append(1) or make_plan(*args)
     )
     f, weights = jturnip.jit(tower, TIGHT), jturnip.host(layers(8))
     threads = [threading.Thread(target=f, args=(X, weights)) for _ in range(4)]
@@ -303,11 +305,11 @@ def wholes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows by one for each whole function that is compiled."""
     seen: list[int] = []
 
-    def whole_bytes(*about: Any, real: Any = runners.whole_bytes) -> int:
+    def whole_bytes(*about: Any, real: Any = bounds.whole_bytes) -> int:
         seen.append(1)
         return real(*about)
 
-    monkeypatch.setattr(stages, "whole_bytes", whole_bytes)
+    monkeypatch.setattr(lowered, "whole_bytes", whole_bytes)
     return seen
 
 
@@ -377,13 +379,13 @@ def test_nothing_is_cut_for_a_hopeless_budget(monkeypatch: pytest.MonkeyPatch):
     step = lambda w, tokens: jax.value_and_grad(llama.loss, argnums=1)(model, w, tokens)
     weights = llama.abstract_params(model)
     seen = []
-    real = lowering.streaming
+    real = attempts.streaming
 
     def streaming(avals: Any, arguments: Any, budget: Any, attempt: int) -> Any:
         seen.append(budget.gpu_bytes)
         return real(avals, arguments, budget, attempt)
 
-    monkeypatch.setattr(lowering, "streaming", streaming)
+    monkeypatch.setattr(attempts, "streaming", streaming)
     with pytest.raises(jturnip.DoesNotFit) as refusal:
         _ = jturnip.jit(step, 1).lower(weights, tokens).plan
     largest = model.width * model.hidden * 4
@@ -417,7 +419,7 @@ def scanned(x: Any, stack: Any) -> Any:
     ],
 )
 def test_what_is_read_whole_is_no_more_than_what_is_needed(fn: Any, args: Any, whole: Any):
-    least = lowering.read_whole_bytes(jax.jit(fn).trace(*args).jaxpr)
+    least = bounds.read_whole_bytes(jax.jit(fn).trace(*args).jaxpr)
     assert least == (0 if whole is None else whole.size * 4)
     assert least <= smallest_budget(fn, *args)
 

@@ -22,11 +22,12 @@ import pytest
 from checks import Holdings, assert_same, layers, tower, unconstrained_peak
 
 import jturnip
-from jturnip import compat, lowering
+from jturnip import compat
 from jturnip.compiler import executables, origin, progress
 from jturnip.compiler.origin import Origin
 from jturnip.compiler.report import CompileReport
 from jturnip.frontend.partition import Partitioner
+from jturnip.programs.devices import rates
 
 
 X = np.ones((128, 128), np.float32)
@@ -89,7 +90,7 @@ def test_a_whole_that_was_tried_and_does_not_fit_counts_as_compiled():
 
 def test_tasks_that_were_cut_again_count_as_compiled():
     function = lowered()
-    partitioner = Partitioner(function._flat, lowering.rates(jax.devices()[0]))
+    partitioner = Partitioner(function._flat, rates(jax.devices()[0]))
 
     def compile_groups(most_bytes: int, earlier: Any = None) -> Any:
         groups = partitioner.partition(most_bytes)

@@ -19,9 +19,9 @@ from checks import assert_same, layers, on_device, tower
 import jturnip
 from jturnip import compat, memory
 from jturnip.compiler import executables
-from jturnip.frontend.jaxpr import flatten
+from jturnip.frontend.flatten import flatten
 from jturnip.frontend.partition import Partitioner, _Segment
-from jturnip.lowering import rates
+from jturnip.programs.devices import rates
 
 
 X = np.ones((128, 128), np.float32)

@@ -13,7 +13,7 @@ import pytest
 from checks import Holdings, assert_same, layers, tower
 
 import jturnip
-from jturnip.runners import Rest
+from jturnip.runners.tasks import Rest
 from jturnip.runtime import engines, turns
 from jturnip.runtime.loop import Running
 from jturnip.runtime.report import RunReport

@@ -22,7 +22,8 @@ import pytest
 from checks import Holdings, assert_same, layers, memory_kinds, tower
 
 import jturnip
-from jturnip import placement, runners
+from jturnip import placement
+from jturnip.runtime.engines import DeviceEngines
 
 
 HERE = Path(__file__).name
@@ -408,7 +409,7 @@ def test_an_error_of_the_loop_itself_leaves_nothing_behind(monkeypatch: pytest.M
     before = Holdings()
     for patience in range(4):
         waits = iter(range(100))
-        real = runners.DeviceEngines.wait
+        real = DeviceEngines.wait
 
         def wait(self: Any, waits=waits, patience=patience, real=real) -> Any:
             if next(waits) == patience:
@@ -416,7 +417,7 @@ def test_an_error_of_the_loop_itself_leaves_nothing_behind(monkeypatch: pytest.M
             return real(self)
 
         with monkeypatch.context() as patch:
-            patch.setattr(runners.DeviceEngines, "wait", wait)
+            patch.setattr(DeviceEngines, "wait", wait)
             with pytest.raises(KeyboardInterrupt):
                 f(X, weights)
         assert before.new_arrays() == []

@@ -17,9 +17,10 @@ from hypothesis import given, settings, strategies as st
 from jturnip.compiler.executables import group_key
 from jturnip.frontend import costs
 from jturnip.frontend.costs import DeviceRates
-from jturnip.frontend.jaxpr import Constant, FlatJaxpr, flatten
+from jturnip.frontend.flatten import flatten
 from jturnip.frontend.order import Order, order_equations
 from jturnip.frontend.partition import Group, Partitioner
+from jturnip.frontend.values import Constant, FlatJaxpr
 from jturnip.models import llama
 
 

@@ -27,11 +27,11 @@ from checks import (
 )
 
 import jturnip
-from jturnip import lowering
 from jturnip.compiler import executables
 from jturnip.graph.memgraph import OpKind
 from jturnip.graph.serialize import memgraph_from_json_dict
 from jturnip.planner.verify import verify
+from jturnip.programs import planning
 
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -587,7 +587,7 @@ def work(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
         return call
 
-    monkeypatch.setattr(lowering, "make_plan", counted("plans", lowering.make_plan))
+    monkeypatch.setattr(planning, "make_plan", counted("plans", planning.make_plan))
     compiling = counted("compilations", executables.compile_groups)
     monkeypatch.setattr(executables, "compile_groups", compiling)
     return counts

@@ -24,10 +24,11 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import jturnip
-from jturnip.frontend.jaxpr import FlatJaxpr, flatten
+from jturnip.frontend.flatten import flatten
 from jturnip.frontend.loops import Streaming
-from jturnip.lowering import rates
+from jturnip.frontend.values import FlatJaxpr
 from jturnip.models import llama
+from jturnip.programs.devices import rates
 from jturnip.runtime import hoststacks
 from jturnip.runtime.engines import DeviceEngines
 

@@ -28,10 +28,10 @@ from checks import (
 )
 
 import jturnip
-from jturnip import runners
 from jturnip.graph.memgraph import OpKind
 from jturnip.models import llama, pair
 from jturnip.planner.verify import peak_bytes, verify
+from jturnip.runners import tasks
 from jturnip.runtime.engines import DeviceEngines
 from jturnip.runtime.loop import Running
 from jturnip.runtime.report import RunReport
@@ -259,7 +259,7 @@ def test_every_sampled_order_gives_the_same_bits(
     seen: set[tuple[int, ...]] = set()
     for seed in range(orders):
         running = functools.partial(running_in_seeded_order, seed)
-        monkeypatch.setattr(runners, "Running", running)
+        monkeypatch.setattr(tasks, "Running", running)
         results, report = compiled(*args()), compiled.last_run
         assert bits(results) == usual, f"seed {seed}, order {report.order}"
         assert report.peak_bytes <= compiled.plan.gpu_bytes, f"seed {seed}"

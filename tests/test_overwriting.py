@@ -13,7 +13,7 @@ from jax import lax
 
 import jturnip
 from jturnip.frontend.costs import DeviceRates
-from jturnip.frontend.jaxpr import flatten
+from jturnip.frontend.flatten import flatten
 from jturnip.frontend.overwriting import with_overwriting
 from jturnip.frontend.partition import Partitioner
 

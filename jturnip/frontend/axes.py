@@ -145,6 +145,7 @@ def _without(rule: Rule, bad: Collection[int]) -> Rule | None:
 def _may_have_a_rule(e: Equation, flat: FlatJaxpr) -> bool:
     if (
         e.effects
+        or e.origin.effects
         or e.driven
         or e.name in _UNRULED
         or any(True for _ in costs.nested(e.origin))

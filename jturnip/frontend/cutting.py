@@ -6,15 +6,12 @@ not; results are put together, or left in parts.
 """
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-import jax
 import numpy as np
-from jax import lax
 
 from jturnip.frontend import parts, stacks
 from jturnip.frontend.stretches import Stretch, Stretches, read_by
@@ -140,7 +137,7 @@ class _New:
         key = self._key(stretch, cutting.size)
         if key not in self._known:
             self._known[key] = parts.in_blocks(self._flat, stretch, cutting.size)
-        calls = _calls(parts.lead_equation(self._flat, stretch))
+        calls = parts.lead_equation(self._flat, stretch).within
         self._equations.append(
             Equation(self._known[key], stretch.entering, stretch.leaving, calls, ours=True)
         )
@@ -238,9 +235,9 @@ class _New:
             return self._piece(v, dim, low, length)
         if length == self._types[v].shape[dim]:
             return v
-        closed = _cutting(self._types[v], dim, length)
+        closed = stacks.cutting(self._types[v], dim, length)
         value = self._value(Type.of(closed.jaxpr.outvars[0].aval))
-        self._ours(closed, (v, _position(low, np.uint32)), (value,), ())
+        self._ours(closed, (v, Constant.position(low, np.uint32)), (value,), ())
         return value
 
     def _combined(
@@ -248,9 +245,10 @@ class _New:
     ) -> int:
         if sofar is None:
             return part
-        name, t = self._flat.equations[stretch.reduced[v]].name, self._types[sofar]
-        total = v if last else self._value(t)
-        closed = _combining(name, t, self._types[total].dtype)
+        name = self._flat.equations[stretch.reduced[v]].name
+        dtype = self._types[v].dtype if last else None
+        closed = parts.combining(name, self._types[sofar], self._types[part], dtype)
+        total = v if last else self._value(Type.of(closed.jaxpr.outvars[0].aval))
         self._ours(closed, (sofar, part), (total,), ())
         return total
 
@@ -292,7 +290,7 @@ class _New:
                 self._known[key] = parts.on_part(e, types, shapes, along)
             closed = self._known[key]
             outputs = [self._value(Type.of(v.aval)) for v in closed.jaxpr.outvars]
-            self._ours(closed, (_position(low), *inputs), outputs, _calls(e))
+            self._ours(closed, (Constant.position(low), *inputs), outputs, e.within)
             of_part.update(zip(e.outputs, outputs, strict=True))
         return of_part
 
@@ -372,30 +370,3 @@ def _with_parts(output: int | Parts, v: int, made: Parts) -> int | Parts:
         (*output.windows[:at], *inside, *output.windows[at + 1 :]),
         output.type,
     )
-
-
-def _calls(e: Equation) -> tuple[Any, ...]:
-    return e.calls if e.ours else (*e.calls, e.origin)
-
-
-def _position(at: int, dtype: Any = np.int32) -> Constant:
-    position = np.asarray(at, dtype)
-    return Constant(position, Type((), position.dtype))
-
-
-@functools.lru_cache(maxsize=1024)
-def _cutting(t: Type, dim: int, length: int) -> Any:
-    """The whole, and a first position, to a part of it; one equation, since no position is
-    negative."""
-    cut = lambda array, start: lax.dynamic_slice_in_dim(array, start, length, dim)
-    return jax.make_jaxpr(cut)(t.struct(), jax.ShapeDtypeStruct((), np.uint32))
-
-
-@functools.lru_cache(maxsize=1024)
-def _combining(name: str, t: Type, dtype: Any) -> Any:
-    """What a reduction has so far, and one more part, to what it has then."""
-
-    def combine(sofar: Any, part: Any) -> Any:
-        return lax.convert_element_type(parts.combined(name, sofar, part), dtype)
-
-    return jax.make_jaxpr(combine)(t.struct(), t.struct())

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jturnip.frontend.values import Type, bind
+from jturnip.frontend.values import Type, bind, called
 
 
 # What `jax.jit` commits results for.
@@ -86,19 +86,33 @@ def calls_out(eqn: Any) -> bool:
     )
 
 
-def without_moves(closed: Any, inlined: dict[str, str]) -> Any:
-    """The same jaxpr with every move inside it taken out.
+def without_moves(eqn: Any) -> Any:
+    """The same equation with every move inside it taken out."""
+    structs = [Type.of(v.aval).struct() for v in eqn.invars]
+    params = _params_without_moves(eqn)
+    made = jax.make_jaxpr(lambda *operands: bind(eqn, operands, **params))(*structs)
+    (cleaned,) = getattr(made, "jaxpr", made).eqns
+    return cleaned
 
-    Args:
-      closed: a jaxpr with its constants.
-      inlined: primitives that only call a jaxpr, and the parameter that holds it.
-    """
+
+def _params_without_moves(eqn: Any) -> dict[str, Any]:
+    """The params of an equation that hold jaxprs, without moves in them."""
+    changed: dict[str, Any] = {}
+    for name, param in eqn.params.items():
+        if isinstance(param, tuple) and any(hasattr(p, "jaxpr") for p in param):
+            changed[name] = tuple(map(_jaxpr_without_moves, param))
+        elif hasattr(getattr(param, "jaxpr", param), "eqns"):
+            changed[name] = _jaxpr_without_moves(param)
+    return changed
+
+
+def _jaxpr_without_moves(closed: Any) -> Any:
     jaxpr = getattr(closed, "jaxpr", closed)
     structs = [Type.of(v.aval).struct() for v in jaxpr.invars]
-    return jax.make_jaxpr(_interpreted(closed, inlined))(*structs)
+    return jax.make_jaxpr(_interpreted(closed))(*structs)
 
 
-def _interpreted(closed: Any, inlined: dict[str, str]) -> Callable[..., Sequence[Any]]:
+def _interpreted(closed: Any) -> Callable[..., Sequence[Any]]:
     jaxpr, consts = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
 
     def run(*arguments: Any) -> Sequence[Any]:
@@ -107,27 +121,16 @@ def _interpreted(closed: Any, inlined: dict[str, str]) -> Callable[..., Sequence
         read = lambda atom: atom.val if hasattr(atom, "val") else values[atom]
         for eqn in jaxpr.eqns:
             operands = list(map(read, eqn.invars))
-            inner = inlined.get(eqn.primitive.name)
+            inner = called(eqn)
             if is_move(eqn):
                 results: Sequence[Any] = operands
             elif not has_moves(eqn):
                 results = bind(eqn, operands)
             elif inner is not None:
-                results = _interpreted(eqn.params[inner], inlined)(*operands)
+                results = _interpreted(inner)(*operands)
             else:
-                results = bind(eqn, operands, **params_without_moves(eqn, inlined))
+                results = bind(eqn, operands, **_params_without_moves(eqn))
             values.update(zip(eqn.outvars, results, strict=True))
         return list(map(read, jaxpr.outvars))
 
     return run
-
-
-def params_without_moves(eqn: Any, inlined: dict[str, str]) -> dict[str, Any]:
-    """The params of an equation that hold jaxprs, without moves in them."""
-    changed: dict[str, Any] = {}
-    for name, param in eqn.params.items():
-        if isinstance(param, tuple) and any(hasattr(p, "jaxpr") for p in param):
-            changed[name] = tuple(without_moves(p, inlined) for p in param)
-        elif hasattr(getattr(param, "jaxpr", param), "eqns"):
-            changed[name] = without_moves(param, inlined)
-    return changed

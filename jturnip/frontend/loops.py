@@ -8,13 +8,13 @@ that is cut has iterations are cut at the same rows: parts flow from one scan to
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from jturnip.frontend import costs
 from jturnip.frontend.costs import DeviceRates
-from jturnip.frontend.values import Type
+from jturnip.frontend.values import FlatJaxpr, Type
 
 
 # An array smaller than this is not worth cutting.
@@ -69,38 +69,37 @@ def scan_counts(eqn: Any) -> tuple[int, int, int]:
 
 
 def find_cuts(
-    jaxpr: Any, streaming: Streaming, inlined: Mapping[str, str], held: Iterator[Type]
+    flat: FlatJaxpr,
+    streaming: Streaming,
+    inline: Callable[[Any], FlatJaxpr],
+    held: Sequence[Type],
 ) -> Cuts:
     """Decides what is cut.
 
     Args:
-      jaxpr: the function.
+      flat: the function, inlined.
       streaming: the sizes that count.
-      inlined: primitives that only call a jaxpr, and the parameter that holds it.
+      inline: inlines the body of a scan.
       held: types of the arrays in host memory that could be cut.
     """
     scans: set[int] = set()
     long: set[int] = set()
     rows: dict[int, int] = {}
 
-    def walk(body: Any) -> None:
-        for eqn in getattr(body, "jaxpr", body).eqns:
-            inner = inlined.get(eqn.primitive.name)
-            if inner is not None and inner in eqn.params:
-                walk(eqn.params[inner])
-            elif eqn.primitive.name == "scan" and id(eqn) not in scans:
-                count = _iterations_per_part(eqn, streaming)
-                if count is None:
-                    continue
-                if count == 0:
-                    long.add(id(eqn))
-                    continue
-                scans.add(id(eqn))
-                length = eqn.params["length"]
-                rows[length] = min(count, rows.get(length, count))
-                walk(eqn.params["jaxpr"])
+    def walk(body: FlatJaxpr) -> None:
+        for eqn in (e.origin for e in body.equations if e.name == "scan"):
+            count = None if id(eqn) in scans else _iterations_per_part(eqn, streaming)
+            if count is None:
+                continue
+            if count == 0:
+                long.add(id(eqn))
+                continue
+            scans.add(id(eqn))
+            length = eqn.params["length"]
+            rows[length] = min(count, rows.get(length, count))
+            walk(inline(eqn.params["jaxpr"]))
 
-    walk(jaxpr)
+    walk(flat)
     for t in held:
         if t.shape and t.shape[0] > 1 and t.nbytes > streaming.largest:
             fitting = streaming.largest // 4 * t.shape[0] // t.nbytes

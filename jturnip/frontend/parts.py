@@ -306,6 +306,19 @@ def _nothing(name: str, shape: Sequence[int], dtype: Any) -> Any:
     return lax.full(shape, value, _dtype_of_sums(name, dtype))
 
 
+@functools.lru_cache(maxsize=1024)
+def combining(name: str, sofar: Type, part: Type, dtype: Any = None) -> Any:
+    """What a reduction has of some parts, and one more part, to what it has then: of this
+    dtype in the end, until then sums of 16-bit numbers in float32."""
+
+    def combine(sofar: Any, part: Any) -> Any:
+        wide = lax.convert_element_type(sofar, _dtype_of_sums(name, sofar.dtype))
+        total = combined(name, wide, part)
+        return total if dtype is None else lax.convert_element_type(total, dtype)
+
+    return jax.make_jaxpr(combine)(sofar.struct(), part.struct())
+
+
 def combined(name: str, sofar: Any, part: Any) -> Any:
     """What a reduction has of all parts up to one."""
     part = lax.convert_element_type(part, sofar.dtype)

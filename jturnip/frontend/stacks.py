@@ -1,36 +1,43 @@
-"""Values as parts along their first axis, and the equations that can work on parts.
-
-A scan that is cut leaves its stacked results as parts, and arrays in host memory can be
-read in parts. What is computed from parts row by row stays in parts: an optimizer's update
-of a stack of weights never holds the stack. Anything else asks for the value in one piece.
-"""
+"""Values as parts along their first axis, and small jaxprs that make and join parts."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import jax
 import jax.extend.core
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from jturnip.frontend.costs import ELEMENTWISE
-from jturnip.frontend.tables import Sparse
-from jturnip.frontend.values import Constant, Type, bind
+from jturnip.frontend.values import Atom, Constant, Equation, Type, bind
+
+
+@dataclass(eq=False, slots=True)
+class Made:
+    """An equation as it is done row by row."""
+
+    equation: Equation
+    operands: tuple["Value", ...]
+    # Which of the operands have those rows; the types of the results.
+    cut: tuple[bool, ...]
+    types: tuple[Type, ...]
 
 
 @dataclass(eq=False, slots=True)
 class Stack:
     """A value cut after every `rows` rows.
 
-    At least one of `parts` and `whole` is known; the other is made when asked for.
+    At least one of `parts`, `whole` and `made` is known; others are made when asked for.
     """
 
     type: Type
     rows: int
     parts: tuple[int, ...] | None = None
     whole: int | None = None
+    # What makes it, where that is not there until somebody asks.
+    made: Made | None = None
 
     @property
     def bounds(self) -> list[tuple[int, int]]:
@@ -40,102 +47,21 @@ class Stack:
 
 @dataclass(eq=False, slots=True)
 class Spread:
-    """A broadcast whose rows are all the same, not computed until asked for."""
+    """A broadcast whose rows are all the same, not there until asked for."""
 
-    eqn: Any
-    operand: int | Constant
-    calls: tuple[Any, ...]
+    equation: Equation
+    operand: Atom
     type: Type
     # Number of rows → the value that has so many.
     values: dict[int, int] = field(default_factory=dict)
 
 
-Value: TypeAlias = int | Constant | Stack | Spread | Sparse
+Value: TypeAlias = int | Constant | Stack | Spread
 
 
 def bounds(length: int, rows: int) -> list[tuple[int, int]]:
     """Where an array of `length` rows is cut."""
     return [(at, min(at + rows, length)) for at in range(0, length, rows)]
-
-
-# Work along the axes that one of these params names, each other index by itself.
-_ALONG = {
-    "argmax": "axes",
-    "argmin": "axes",
-    "cumlogsumexp": "axis",
-    "cummax": "axis",
-    "cummin": "axis",
-    "cumprod": "axis",
-    "cumsum": "axis",
-    "rev": "dimensions",
-    "squeeze": "dimensions",
-    "concatenate": "dimension",
-}
-_REDUCTIONS: dict[str, Callable[[Any, Any], Any]] = {
-    "reduce_sum": lax.add,
-    "reduce_prod": lax.mul,
-    "reduce_max": lax.max,
-    "reduce_min": lax.min,
-    "reduce_and": lax.bitwise_and,
-    "reduce_or": lax.bitwise_or,
-    "reduce_xor": lax.bitwise_xor,
-}
-
-
-def combiner(eqn: Any) -> Callable[[Any, Any], Any] | None:
-    """How to put together what a reduction over the first axis makes of two parts."""
-    found = _REDUCTIONS.get(eqn.primitive.name)
-    return found if found is not None and 0 in eqn.params["axes"] else None
-
-
-def works_by_rows(eqn: Any, operands: Sequence[Value]) -> bool:
-    """Whether rows of the result come from the same rows of the stacks among `operands`,
-    which are at least one."""
-    stacks = [v for v in operands if isinstance(v, Stack)]
-    if len(eqn.outvars) != 1 or len({(s.type.shape[0], s.rows) for s in stacks}) != 1:
-        return False
-    name, params = eqn.primitive.name, eqn.params
-    length = stacks[0].type.shape[0]
-    shapes = [v.aval.shape for v in eqn.invars]
-    if name in ELEMENTWISE:
-        return all(not s or s == eqn.outvars[0].aval.shape for s in shapes)
-    if name in _ALONG:
-        along = params[_ALONG[name]]
-        return 0 not in (along if isinstance(along, tuple | list) else (along,))
-    if name in _REDUCTIONS:
-        return 0 not in params["axes"]
-    if name == "transpose":
-        return params["permutation"][0] == 0
-    if name == "reshape":
-        return params["dimensions"] is None and params["new_sizes"][:1] == (length,)
-    if name == "broadcast_in_dim":
-        leads = params["broadcast_dimensions"][:1] == (0,)
-        return leads and params["shape"][:1] == (length,) and len(shapes) == 1
-    if name == "dot_general":
-        (contracting, _), batch = params["dimension_numbers"]
-        if batch[0]:
-            return batch[0][0] == 0 and batch[1][0] == 0
-        return isinstance(operands[0], Stack) and len(stacks) == 1 and 0 not in contracting
-    return False
-
-
-def cut_operands(eqn: Any, operands: Sequence[Value]) -> list[bool]:
-    """Which operands of an equation that works by rows have those rows."""
-    if eqn.primitive.name == "dot_general" and not eqn.params["dimension_numbers"][1][0]:
-        return [True, False]
-    return [bool(v.aval.shape) for v in eqn.invars]
-
-
-def on_rows(eqn: Any, cut: Sequence[bool], rows: int) -> Any:
-    """A jaxpr that does what `eqn` does, on `rows` rows of its `cut` operands."""
-    params: dict[str, Any] = {}
-    if eqn.primitive.name == "reshape":
-        params["new_sizes"] = (rows, *eqn.params["new_sizes"][1:])
-    if eqn.primitive.name == "broadcast_in_dim":
-        params["shape"] = (rows, *eqn.params["shape"][1:])
-    types = [Type.of(v.aval) for v in eqn.invars]
-    structs = [(t.rows(rows) if c else t).struct() for t, c in zip(types, cut, strict=True)]
-    return jax.make_jaxpr(lambda *operands: bind(eqn, operands, **params))(*structs)
 
 
 def rows_taken(eqn: Any) -> tuple[tuple[int, int], bool]:
@@ -164,9 +90,6 @@ def sliced_aside(eqn: Any, rows: int) -> Any:
     return jax.make_jaxpr(lambda array: bind(eqn, (array,), **changed))(struct)
 
 
-# -- small jaxprs of our own -----------------------------------------------------------
-
-
 @functools.lru_cache(maxsize=1024)
 def copying(t: Type) -> Any:
     """One equation that copies."""
@@ -181,11 +104,11 @@ def joining(parts: tuple[Type, ...], dim: int = 0) -> Any:
 
 
 @functools.lru_cache(maxsize=1024)
-def cutting(t: Type, rows: int) -> Any:
-    """The whole, and a first row, to a part of it."""
-    cut = lambda array, start: lax.dynamic_slice_in_dim(array, start, rows)
-    start = jax.ShapeDtypeStruct((), jnp.int32)
-    return jax.make_jaxpr(cut)(t.struct(), start)
+def cutting(t: Type, dim: int, length: int) -> Any:
+    """The whole, and a first position along a dimension, to a part of it; one equation,
+    since no position is negative."""
+    cut = lambda array, start: lax.dynamic_slice_in_dim(array, start, length, dim)
+    return jax.make_jaxpr(cut)(t.struct(), jax.ShapeDtypeStruct((), np.uint32))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -198,23 +121,6 @@ def taking(t: Type) -> Any:
 def stacking(t: Type) -> Any:
     """A value to a part with one row."""
     return jax.make_jaxpr(lambda array: lax.expand_dims(array, (0,)))(t.struct())
-
-
-def combining(eqn: Any, partial: Type) -> tuple[Any, Any, Any]:
-    """How to add up what a reduction makes of parts: widen one, combine two, narrow.
-
-    Sums of 16-bit numbers are added up in float32, as XLA does inside a reduction.
-    """
-    short = jnp.issubdtype(partial.dtype, jnp.floating) and partial.dtype.itemsize < 4
-    wide = jnp.dtype(jnp.float32) if short else partial.dtype
-    combine: Any = combiner(eqn)
-    widened = Type(partial.shape, wide, partial.weak_type).struct()
-    convert = lambda dtype: lambda x: lax.convert_element_type(x, dtype)
-    return (
-        jax.make_jaxpr(convert(wide))(partial.struct()) if short else None,
-        jax.make_jaxpr(combine)(widened, widened),
-        jax.make_jaxpr(convert(partial.dtype))(widened) if short else None,
-    )
 
 
 def as_while(eqn: Any, consts: int, carries: int) -> Any:

@@ -1,24 +1,25 @@
-"""Tables in host memory of which a function reads or changes some rows only.
+"""A pass: tables in host memory of which a function reads or changes some rows only.
 
 An embedding is read by a `gather` of rows and changed by a `scatter-add` of rows. Where the
 table is in host memory, so are its rows: the host takes them out or adds to them, and only
 they travel. Such an equation is driven, like a loop: it stands between two plans.
 
-The gradient of a gather is a `scatter-add` to zeros. It stays what it is, rows and their
-numbers (`Sparse`), through scaling and conversion, until something asks for the whole or
-for a part of it.
+The gradient of a gather is a `scatter-add` to zeros: rows and their numbers. What scales or
+converts it does so to the rows; where it is then added to a table, the host adds the rows.
 """
 
-import functools
-from dataclasses import dataclass, field
-from typing import Any
+import dataclasses
+from collections.abc import Collection, Container, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jturnip.frontend.values import Constant, Type
+from jturnip.frontend.builder import Builder
+from jturnip.frontend.values import Atom, Constant, Equation, FlatJaxpr, Type, bind
 
 
 # Equations that may be done by the host.
@@ -26,22 +27,156 @@ HOST_READS = frozenset(("gather", "dynamic_slice"))
 HOST_WRITES = frozenset(("scatter-add", "scatter_add"))
 
 
-@dataclass(eq=False, slots=True)
-class Sparse:
+def rows_by_host(flat: FlatJaxpr, tables: Collection[int]) -> FlatJaxpr:
+    """The program with driven equations where rows of tables in host memory are read, or
+    added to.
+
+    Args:
+      flat: the program.
+      tables: arguments and closed-over arrays in host memory, too large to be moved for
+        some rows of them.
+    """
+    return _Tables(flat, tables).result() if tables else flat
+
+
+@dataclass(frozen=True, slots=True)
+class _Sparse:
     """A table of zeros with rows added to it."""
 
-    # The equation that added them, and the calls around it.
-    eqn: Any
-    calls: tuple[Any, ...]
+    # The equation that adds them.
+    eqn: Equation
     type: Type
     # Integers [..., 1], and rows [..., *the table's other axes].
-    indices: int | Constant
+    indices: Atom
     updates: int
     # What the zeros have become, where they were scaled by what may not be finite.
     base: int | None = None
-    # The whole of it, and parts of so many rows, once something asked for them.
-    whole: int | None = None
-    parts: dict[int, tuple[int, ...]] = field(default_factory=dict)
+
+
+class _Tables:
+    """The new program, while it is made."""
+
+    def __init__(self, flat: FlatJaxpr, tables: Collection[int]):
+        self._flat = flat
+        self._tables = tables
+        self._builder = Builder.of(flat)
+        self._builder.equations.clear()
+        # What is known of some values: that they are all zeros, or all but some rows.
+        self._zeros: set[int] = set()
+        self._sparse: dict[int, _Sparse] = {}
+
+    def result(self) -> FlatJaxpr:
+        for e in self._flat.equations:
+            driven = self._by_host(e)
+            self._builder.equations.append(e if driven is None else driven)
+            self._see(e)
+        return self._builder.finish(self._flat.inputs, self._flat.outputs)
+
+    def _by_host(self, e: Equation) -> Equation | None:
+        """What the host does instead of an equation, if it does."""
+        at_table = _is_one(e.inputs[0] if e.inputs else None, self._tables)
+        reads = at_table and e.name in HOST_READS and takes_rows(e.origin)
+        writes = at_table and e.name in HOST_WRITES and adds_rows(e.origin)
+        if reads or writes:
+            return self._driven(e, e.inputs)
+        found = self._added(e)
+        if found is None:
+            return None
+        table, sparse = found
+        given = [sparse.updates] if sparse.base is None else [sparse.updates, sparse.base]
+        if e.name == "sub":
+            given = [self._negative(v, e.within) for v in given]
+        inputs = table, sparse.indices, *given
+        return dataclasses.replace(
+            self._driven(e, inputs), origin=sparse.eqn.origin, ours=sparse.eqn.ours
+        )
+
+    def _driven(self, e: Equation, inputs: Sequence[Atom]) -> Equation:
+        return dataclasses.replace(e, inputs=tuple(inputs), driven=True)
+
+    def _added(self, e: Equation) -> tuple[int, _Sparse] | None:
+        """The table, and what is added to it or taken from it."""
+        if e.name not in ("add", "add_any", "sub"):
+            return None
+        a, b = e.inputs
+        pairs = [(a, b)] if e.name == "sub" else [(a, b), (b, a)]
+        for table, sparse in pairs:
+            if _is_one(table, self._tables) and _is_one(sparse, self._sparse):
+                return table, self._sparse[sparse]
+        return None
+
+    def _see(self, e: Equation) -> None:
+        """Remembers what an equation writes, if it is zeros or sparse."""
+        first = e.inputs[0] if e.inputs else None
+        if e.name == "broadcast_in_dim" and isinstance(first, Constant):
+            if not np.any(np.asarray(first.value)):
+                self._zeros.update(e.outputs)
+            return
+        of = [_is_one(v, self._sparse) for v in e.inputs]
+        if any(of) and _only_scales(e.origin, of):
+            (result,) = e.outputs
+            self._sparse[result] = self._scaled(e, of)
+        elif e.name in HOST_WRITES and _is_one(first, self._zeros) and adds_rows(e.origin):
+            _, indices, updates = e.inputs
+            if isinstance(updates, int):
+                (result,) = e.outputs
+                t = self._flat.types[result]
+                self._sparse[result] = _Sparse(e, t, indices, updates)
+
+    def _negative(self, value: int, calls: tuple[Any, ...]) -> int:
+        made = jax.make_jaxpr(lax.neg)(self._builder.types[value].struct())
+        return self._builder.ours(made, (value,), calls)[0]
+
+    def _scaled(self, e: Equation, of: Sequence[bool]) -> _Sparse:
+        """Does to the rows of a sparse table what `e` does to all of it."""
+        sparse = next(self._sparse[v] for v in e.inputs if _is_one(v, self._sparse))
+        updates = self._applied(e, of, sparse.updates)
+        others = [v for v, s in zip(e.inputs, of, strict=True) if not s]
+        base = sparse.base
+        if base is not None or not all(map(_is_ordinary, others)):
+            zero = Type((), sparse.type.dtype, sparse.type.weak_type)
+            before = Constant(np.zeros((), zero.dtype), zero) if base is None else base
+            base = self._applied(e, of, before)
+        t = self._flat.types[e.outputs[0]]
+        return _Sparse(sparse.eqn, t, sparse.indices, updates, base)
+
+    def _applied(self, e: Equation, of: Sequence[bool], instead: Atom) -> int:
+        """What an equation makes of something else in the place of a sparse table."""
+        given = [instead if s else v for v, s in zip(e.inputs, of, strict=True)]
+        structs = [self._builder.type_of(v).struct() for v in given]
+        made = jax.make_jaxpr(lambda *operands: bind(e.origin, operands))(*structs)
+        return self._builder.ours(made, given, e.within)[0]
+
+
+def _is_one(atom: Atom | None, values: Container[int]) -> TypeGuard[int]:
+    return isinstance(atom, int) and atom in values
+
+
+def _only_scales(eqn: Any, sparse: Sequence[bool]) -> bool:
+    """Whether all zeros become one number, and a sum of rows that of what they become."""
+    if eqn.primitive.name in ("neg", "copy"):
+        return True
+    dtypes = [v.aval.dtype for v in (*eqn.invars, *eqn.outvars)]
+    inexact = all(jnp.issubdtype(d, jnp.inexact) for d in dtypes)
+    if eqn.primitive.name == "convert_element_type":
+        return inexact
+    scalars = not any(
+        v.aval.shape
+        for v, is_sparse in zip(eqn.invars, sparse, strict=True)
+        if not is_sparse
+    )
+    one = sum(sparse) == 1
+    if eqn.primitive.name == "mul":
+        return one and scalars
+    return eqn.primitive.name == "div" and one and scalars and sparse[0] and inexact
+
+
+def _is_ordinary(atom: Atom) -> bool:
+    """Whether zero times it, and zero divided by it, are surely zero."""
+    if not isinstance(atom, Constant):
+        return False
+    number = np.asarray(atom.value)
+    return bool(np.isfinite(number) and number != 0)
 
 
 def takes_rows(eqn: Any) -> bool:
@@ -72,37 +207,6 @@ def adds_rows(eqn: Any) -> bool:
         and tuple(numbers.update_window_dims) == tuple(range(rows, len(updates.shape)))
         and updates.shape[rows:] == table.shape[1:]
     )
-
-
-@functools.lru_cache(maxsize=256)
-def scattering(
-    mode: Any, length: int, part: Type, indices: Type, updates: Type, based: bool
-) -> Any:
-    """A jaxpr: indices, updates and a first row to `part.shape[0]` rows of a sparse table.
-
-    Args:
-      mode: what the equation does with indices outside.
-      length: rows of the whole table.
-      part, indices, updates: types of the result and of the first two operands.
-      based: whether a fourth operand is what rows that nothing is added to hold.
-    """
-
-    def scatter(indices: Any, updates: Any, start: Any, *base: Any) -> Any:
-        if mode == lax.GatherScatterMode.CLIP:
-            indices = jnp.clip(indices, 0, length - 1)
-        zeros = jnp.zeros(part.shape, part.dtype)
-        shifted = indices[..., 0].astype(jnp.int32) - start
-        # Rows before the first count from the end in numpy's way: beyond the end instead.
-        shifted = jnp.where(shifted < 0, part.shape[0], shifted)
-        rows = zeros.at[shifted].add(updates, mode="drop")
-        if not base:
-            return rows
-        added = jnp.zeros(part.shape[0], bool).at[shifted].set(True, mode="drop")
-        return jnp.where(added.reshape(-1, *[1] * (rows.ndim - 1)), rows, base[0])
-
-    start = jax.ShapeDtypeStruct((), jnp.int32)
-    base = [jax.ShapeDtypeStruct((), part.dtype)] if based else []
-    return jax.make_jaxpr(scatter)(indices.struct(), updates.struct(), start, *base)
 
 
 # -- what the host does ----------------------------------------------------------------

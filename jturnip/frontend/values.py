@@ -8,13 +8,28 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jturnip import compat
+
+
+# Primitive name → the parameter that holds the jaxpr it only calls. Differentiation rules
+# (custom_jvp, custom_vjp) have done their part by the time a function is traced.
+_CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_vjp_call_jaxpr": "fun_jaxpr",
+    "remat2": "jaxpr",
+    "checkpoint": "jaxpr",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +81,15 @@ class Constant:
     value: Any
     type: Type
 
+    @classmethod
+    def position(cls, at: int, dtype: Any = np.int32) -> "Constant":
+        """A position along an axis. Tasks that differ in positions only are one."""
+        return cls(np.asarray(at, dtype), Type((), np.dtype(dtype)))
+
+
+# What an equation reads: a value by its number, or a number written in the text.
+Atom: TypeAlias = int | Constant
+
 
 @dataclass(frozen=True, slots=True)
 class Equation:
@@ -73,12 +97,12 @@ class Equation:
 
     # The equation it came from: its primitive, params and context are used as they are.
     origin: Any
-    inputs: tuple[int | Constant, ...]
+    inputs: tuple[Atom, ...]
     outputs: tuple[int, ...]
     # The calls it was inlined from, outermost first.
     calls: tuple[Any, ...] = ()
-    # Whether it has effects. Those happen in the order of the program: the last input and
-    # the last output are then a token, handed from one such equation to the next.
+    # Whether its last input and its last output are a token, handed from one equation with
+    # effects to the next (`effects.py`).
     effects: bool = False
     # Whether `origin` is ours; the user's line is then that of the innermost call.
     ours: bool = False
@@ -95,6 +119,11 @@ class Equation:
     def name(self) -> str:
         """The primitive's name."""
         return self.origin.primitive.name
+
+    @property
+    def within(self) -> tuple[Any, ...]:
+        """The calls of what is made out of it: its own, and itself if it is the user's."""
+        return self.calls if self.ours else (*self.calls, self.origin)
 
     def bind(self, operands: Sequence[Any]) -> Sequence[Any]:
         """Applies the primitive, in the context in which the user did."""
@@ -115,6 +144,11 @@ def is_packed(dtype: Any) -> bool:
         return False
     info = jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo
     return info(dtype).bits < 8
+
+
+def called(eqn: Any) -> Any | None:
+    """The jaxpr that an equation does nothing with but call it, or None."""
+    return eqn.params.get(_CALLS.get(eqn.primitive.name, ""))
 
 
 def bind(eqn: Any, operands: Sequence[Any], **params: Any) -> Sequence[Any]:
@@ -219,8 +253,9 @@ class FlatJaxpr:
     inputs: tuple[int, ...]
     # Closed-over arrays: (value, array).
     constants: tuple[tuple[int, Any], ...]
-    # Each flat result, in order, no value twice: an argument that is returned as it is, a
-    # value that an equation writes, or parts that are all written.
+    # Each flat result, in order. In the end (`results.py`) no value comes twice: each is an
+    # argument that is returned as it is, a value that an equation writes, or parts that are
+    # all written.
     outputs: tuple[int | Parts, ...]
     slices: tuple[Slice, ...] = ()
 

@@ -21,7 +21,7 @@ import pytest
 from checks import assert_same, refused, unconstrained_peak
 
 import jturnip
-from jturnip.programs import Choice, Loop, Straight
+from jturnip.programs.records import Choice, Loop, Straight
 from jturnip.stages import Lowered, Traced
 
 from .registry import Case, Expected, Program, Script, Status

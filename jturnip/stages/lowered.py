@@ -1,11 +1,4 @@
-"""The stages of a jturnip function, after `jax.stages`: Traced, Lowered, Compiled.
-
-| stage | holds | allocates |
-| --- | --- | --- |
-| Traced | the jaxpr | nothing |
-| Lowered | the flat function; `plan` when first asked for | nothing |
-| Compiled | a program that can be called | what measuring its tasks takes, for a moment |
-"""
+"""The second stage: a function taken apart, and its plan when first asked for."""
 
 import collections
 import contextlib
@@ -13,257 +6,43 @@ import dataclasses
 import functools
 import threading
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import jax
-import jax.experimental.layout
-from jax.core import Tracer
 
-from jturnip import compat, lowering, memory, placement
+from jturnip import compat, memory, placement
 from jturnip.compat import Device
 from jturnip.compiler.executables import Trials, compile_whole
 from jturnip.compiler.report import CompileReport
-from jturnip.errors import ArgumentError, DoesNotFit, InlinedWarning, UnsupportedError
-from jturnip.frontend.hints import names_a_place
-from jturnip.frontend.jaxpr import flatten, pruned_arguments
+from jturnip.errors import DoesNotFit, UnsupportedError
+from jturnip.frontend.flatten import flatten
+from jturnip.frontend.inline import pruned_arguments
 from jturnip.frontend.values import FlatJaxpr, Type
 from jturnip.graph.plan import Plan
-from jturnip.pieces import PieceRunner, make_piece
 from jturnip.placement import Arguments, Budget, Returned, Wanted, Whose
-from jturnip.planner.strategies import STRATEGIES
-from jturnip.programs import (
-    Chain,
-    How,
-    Program,
-    Straight,
-    explained,
-    make_program,
-    refusal_of_budget,
-    refusal_that_is_true,
-    remeasured,
-)
-from jturnip.runners import (
-    Moves,
-    Runner,
-    WholeRunner,
-    least_whole_bytes,
-    moves_of,
-    whole_bytes,
-    whole_plan,
-)
-from jturnip.runtime.link import SimulatedLink
-from jturnip.runtime.report import RunReport
+from jturnip.programs import bounds, places
+from jturnip.programs.bounds import least_whole_bytes, whole_bytes
+from jturnip.programs.make import make_program, remeasured
+from jturnip.programs.records import Chain, How, Program, Straight
+from jturnip.programs.refusals import explained, refusal_of_budget, refusal_that_is_true
+from jturnip.runners.function import ProgramRunner, Runner
+from jturnip.runners.pieces import make_piece
+from jturnip.runners.whole import Moves, WholeRunner, moves_of, whole_plan
 from jturnip.runtime.turns import Turn
-from jturnip.signature import Call, Statics
+from jturnip.stages.compiled import Compiled, avals, cost_of, donated
+from jturnip.stages.options import Options, Part
 from jturnip.units import format_bytes, padded
-
-
-@dataclass(frozen=True)
-class Part:
-    """What is special about a part of a transformed function."""
-
-    # Of each result the number of a group, which lies in one memory; None for a residual,
-    # which stays on the device only if that leaves room for later parts.
-    groups: tuple[int | None, ...]
-    # Of each, whether it must be in host memory, or on the device, or None; or empty.
-    on_host: tuple[bool | None, ...] = ()
-    # Gives the function that will probably be called with the residuals, if one is known.
-    later: Callable[[], Any] | None = None
-    # Bytes of other residuals on the device, and those of them that are no arguments, for
-    # which the budget was made smaller.
-    residual_bytes: int = 0
-    beside_bytes: int = 0
-
-    @property
-    def residuals(self) -> tuple[int, ...]:
-        """Positions of results that may lie anywhere."""
-        asked = self.on_host or (None,) * len(self.groups)
-        both = enumerate(zip(self.groups, asked, strict=True))
-        return tuple(i for i, of in both if of == (None, None))
-
-    def returned(self, placed: Collection[int]) -> Returned:
-        """How results belong together; those at `placed` do not."""
-        numbers = {g for g in self.groups if g is not None}
-        groups = (
-            frozenset(i for i, g in enumerate(self.groups) if g == number)
-            for number in sorted(numbers)
-        )
-        return Returned(tuple(group.difference(placed) for group in groups))
-
-
-@dataclass(frozen=True)
-class Options:
-    """What the user chose, beside the function."""
-
-    # None: what the device has free when a signature is first compiled, less a reserve.
-    gpu_bytes: int | None
-    strategy: str = "auto"
-    link: SimulatedLink | None = None
-    # Trees of shardings and None, or None.
-    in_shardings: Any = None
-    out_shardings: Any = None
-    # Whether arguments that nothing reads are parameters of the executable all the same.
-    keep_unused: bool = False
-    # The device to run on, or None, and options of XLA's compiler by name.
-    device: Device | None = None
-    compiler_options: tuple[tuple[str, Any], ...] = ()
-    # Of a part of a transformed function.
-    part: Part | None = None
-
-    def __post_init__(self) -> None:
-        known = ("auto", "whole", *STRATEGIES)
-        if self.strategy not in known:
-            raise ValueError(
-                f"strategy={self.strategy!r} is not known; choose one of {', '.join(known)}"
-            )
 
 
 # Residuals stay on the device if together they take no more than this share of the budget,
 # and more only if it is certain that there is room.
 _RESIDUALS = 4
-
-
 _OTHER_SHARDINGS = 'Give them a sharding with memory_kind="pinned_host", or none'
+
+
 _GRADIENTS = "gradients of arguments that are not in pinned host memory"
 _HOLD = "JAX has them on the device: hold the arguments with jturnip.host(tree)"
-
-
-def placed(call: Call, options: Options) -> tuple[Call, tuple[Any, ...]]:
-    """A call as `in_shardings` and `device` want it, and where each leaf is to be, or None.
-
-    Leaves that it places are structs: they are put there when it is their turn.
-
-    Raises:
-      ValueError: `in_shardings` does not fit the arguments.
-    """
-    if options.in_shardings is None:
-        if options.device is None:
-            return call, (None,) * len(call.leaves)
-        return _with_structs(call, [_moved(x, options.device) for x in call.leaves])
-    dynamic, named = jax.tree.unflatten(call.tree, call.leaves)
-    if named:
-        raise ValueError("in_shardings does not go with keyword arguments")
-    where = placement.broadcast_shardings(options.in_shardings, dynamic, "in_shardings")
-    return _with_structs(call, where)
-
-
-def _moved(leaf: Any, device: Device) -> Any:
-    """Where a leaf is to be for a device, or None for where it is."""
-    if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
-        return None
-    if placement.device_of(leaf) in (device, None):
-        return None
-    return placement.sharding(device, placement.whose(leaf, False).on_host)
-
-
-def _with_structs(call: Call, where: Sequence[Any]) -> tuple[Call, tuple[Any, ...]]:
-    leaves = [
-        leaf if s is None else Type.of(jax.typeof(leaf)).struct(s)
-        for leaf, s in zip(call.leaves, where, strict=True)
-    ]
-    return dataclasses.replace(call, leaves=leaves), tuple(where)
-
-
-def _wanted(out_info: Any, leaves: Sequence[Any], options: Options) -> Wanted:
-    """Where the results of a call are to lie."""
-    mesh = placement.mesh_of(leaves)
-    if options.out_shardings is None:
-        on_host = () if options.part is None else options.part.on_host
-        return Wanted(on_host=on_host, mesh=mesh)
-    found = placement.broadcast_shardings(options.out_shardings, out_info, "out_shardings")
-    return Wanted(tuple(found), mesh=mesh)
-
-
-class Traced:
-    """A function traced for one signature."""
-
-    def __init__(
-        self, jitted: Any, statics: Statics, call: Call, options: Options, turn: Turn
-    ):
-        call, self._in_places = placed(call, options)
-        self._options = options
-        self._turn = turn
-        self._in_tree = call.tree
-        device, committed = placement.common_device(
-            [*call.leaves, *placement.structs_of(options.out_shardings)]
-        )
-        if options.device is not None:
-            device, committed = options.device, True
-        self._traced = _trace(jitted, statics, call, device if committed else None)
-        jaxpr = self._traced.jaxpr
-        committed = committed or names_a_place(jaxpr)
-        # Whether the function closes over values of an outer transformation, reads
-        # references from outside, names an axis of `vmap`, or takes or gives tokens.
-        consts = getattr(jaxpr, "consts", ())
-        self._has_references = any(map(compat.is_reference, jaxpr.in_avals)) or any(
-            isinstance(c, jax.Ref) for c in consts
-        )
-        self.is_not_closed = (
-            len(jaxpr.in_avals) != len(call.leaves)
-            or self._has_references
-            or any(isinstance(c, Tracer) for c in consts)
-            or compat.names_an_axis(jaxpr)
-            or not all(map(compat.has_type, (*jaxpr.in_avals, *jaxpr.out_avals)))
-        )
-        donated = [info.donated for info in jax.tree.leaves(self._traced.args_info)]
-        self._arguments = Arguments(
-            tuple(map(placement.whose, call.leaves, donated)),
-            statics.names(call),
-            device,
-            committed,
-            options.compiler_options,
-        )
-        self._wanted = _wanted(self._traced.out_info, call.leaves, options)
-
-    @property
-    def jaxpr(self) -> Any:
-        """The jaxpr, as `jax.jit(fn).trace(...).jaxpr`."""
-        return self._traced.jaxpr
-
-    @property
-    def out_info(self) -> Any:
-        """Shapes and dtypes of the results, in their tree."""
-        return self._traced.out_info
-
-    @property
-    def args_info(self) -> Any:
-        """Shapes, dtypes and donation of the arguments, in their tree."""
-        return self._traced.args_info
-
-    @property
-    def fun_name(self) -> str:
-        """The name of the function."""
-        return self._traced.fun_name
-
-    @compat.api_boundary
-    def lower(self, **exporting: Any) -> Any:
-        """Takes the function apart; returns a `Lowered`.
-
-        Args:
-          exporting: what `jax.export` asks of `jax.jit`. It gets what `jax.jit` would give:
-            what is exported is one executable, without a budget.
-        """
-        if exporting:
-            return self._traced.lower(**exporting)
-        if self._has_references:
-            warnings.warn(
-                f"{self.fun_name} reads references from outside. A call of it runs in the"
-                " budget; what is lowered ahead of time is jax.jit's, and does not.",
-                InlinedWarning,
-                stacklevel=4,
-            )
-            return self._traced.lower()
-        return Lowered(
-            self._traced,
-            self._in_tree,
-            self._arguments,
-            self._options,
-            self._wanted,
-            self._turn,
-            self._in_places,
-        )
 
 
 class Lowered:
@@ -305,7 +84,7 @@ class Lowered:
             self._refusal = error
         self._given = arguments
         self._arguments = (
-            arguments if self._flat is None else lowering.kept(arguments, self._flat)
+            arguments if self._flat is None else places.kept(arguments, self._flat)
         )
         # Whether every equation is to be a task of its own, for study.
         self._finest = False
@@ -322,7 +101,7 @@ class Lowered:
         if sum(sizes.values()) <= room:
             return self._wanted
         if part.later is not None:
-            if lowering.alive_at_most(flatten(part.later().closed)) <= arena:
+            if bounds.alive_at_most(flatten(part.later().closed)) <= arena:
                 return self._wanted
         on_host = list(self._wanted.on_host) or [None] * len(self._result_types)
         for i in sorted(sizes, key=lambda i: sizes[i]):
@@ -342,7 +121,7 @@ class Lowered:
         """Positions of arguments that nothing reads and that are not returned."""
         if self._flat is None:
             return pruned_arguments(self._traced.jaxpr)
-        ignored = lowering.unread(self._flat)
+        ignored = places.unread(self._flat)
         return frozenset(i for i, v in enumerate(self._flat.inputs) if v in ignored)
 
     def _arguments_there(self, held: Collection[Whose]) -> list[int]:
@@ -360,7 +139,7 @@ class Lowered:
         return self._argument_bytes((Whose.CALLER_DEVICE,)) + sum(
             padded(Type.of(array).nbytes)
             for array in self._closed_over
-            if not lowering.constant_whose(array).on_host
+            if not places.constant_whose(array).on_host
         )
 
     def _check_results_fit(self) -> None:
@@ -411,17 +190,17 @@ class Lowered:
 
     def cost_analysis(self) -> dict[str, float]:
         """Floating-point operations and bytes accessed, of all tasks together."""
-        return _cost_of(self._whole, self.plan)
+        return cost_of(self._whole, self.plan)
 
     @property
     def in_avals(self) -> Any:
         """Abstract values of the arguments, in their tree."""
-        return _avals(self._traced)
+        return avals(self._traced)
 
     @property
     def donate_argnums(self) -> tuple[int, ...]:
         """Positions of the donated arguments among all leaves."""
-        return _donated(self._traced.args_info)
+        return donated(self._traced.args_info)
 
     def as_text(self, dialect: str | None = None, *, debug_info: bool = False) -> str:
         """The whole function as text, in StableHLO or another dialect, as `jax.jit` has it:
@@ -603,7 +382,7 @@ class Lowered:
     def _without_rows(self) -> DoesNotFit | None:
         """The refusal of a budget that is surely too small to cut arrays by their rows
         only: into pieces so small, that would take long."""
-        least = lowering.read_whole_bytes(self._traced.jaxpr)
+        least = bounds.read_whole_bytes(self._traced.jaxpr)
         needed = placement.gpu_bytes_for(padded(least), self._arguments.device)
         if self.gpu_bytes >= needed:
             return None
@@ -691,7 +470,7 @@ class Lowered:
                     back_bytes=sum(self._result_types[i].nbytes for i in back),
                     committed=self._arguments.committed,
                 )
-                runner = PieceRunner(
+                runner = ProgramRunner(
                     piece,
                     self._traced.out_tree,
                     wanted,
@@ -761,196 +540,6 @@ class Lowered:
             assert whole is not None
             return whole
         return program.report if whole is None else program.report.after(whole)
-
-
-class Compiled:
-    """A program for one signature. Calls take the dynamic arguments only."""
-
-    def __init__(
-        self,
-        runner: Runner,
-        in_tree: Any,
-        arguments: Arguments,
-        traced: Any,
-        options: Options,
-        compile_report: CompileReport,
-    ):
-        self._runner = runner
-        # What was compiled for it, and what was there.
-        self.compile_report = compile_report
-        self._in_tree = in_tree
-        self._options = options
-        self._arguments = arguments
-        self._types = list(map(Type.of, jax.tree.leaves(traced.args_info)))
-        self.out_info = traced.out_info
-        self.args_info = traced.args_info
-        # Abstract values of the arguments, in their tree.
-        self.in_avals = _avals(traced)
-
-    @property
-    def in_tree(self) -> Any:
-        """The tree of the arguments: (positional, by name)."""
-        return self._in_tree
-
-    @property
-    def donate_argnums(self) -> tuple[int, ...]:
-        """Positions of the donated arguments among all leaves."""
-        return _donated(self.args_info)
-
-    @property
-    def out_tree(self) -> Any:
-        """The tree of the results."""
-        return jax.tree.structure(self.out_info)
-
-    @property
-    def input_shardings(self) -> Any:
-        """Where each argument is taken to lie, in the arguments' tree."""
-        device = self._arguments.device
-        places = [placement.sharding(device, w.on_host) for w in self._arguments.whose]
-        return jax.tree.unflatten(self._in_tree, places)
-
-    def __getattr__(self, name: str) -> Any:
-        """What else `jax.stages.Compiled` has, of a function that runs whole."""
-        whole = getattr(self.__dict__.get("_runner"), "whole", None)
-        if whole is None or name.startswith("__"):
-            raise AttributeError(
-                f"{type(self).__name__!r} object has no attribute {name!r}"
-                + ("; the function is split, and is no one executable" * (whole is None))
-            )
-        return getattr(whole, name)
-
-    @property
-    def input_formats(self) -> Any:
-        """The same with layouts, which are JAX's own choice."""
-        places = jax.tree.leaves(self.input_shardings)
-        formats = [jax.experimental.layout.Format(None, place) for place in places]
-        return jax.tree.unflatten(self._in_tree, formats)
-
-    def cost_analysis(self) -> dict[str, float]:
-        """Floating-point operations and bytes accessed, of all tasks together."""
-        return _cost_of(getattr(self._runner, "whole", None), self.plan)
-
-    @property
-    def plan(self) -> Plan:
-        """The plan that calls run."""
-        return self._runner.plan
-
-    @property
-    def last_run(self) -> RunReport | None:
-        """What the last finished call did; None before the first."""
-        return self._runner.last_run
-
-    def memory_analysis(self) -> Any:
-        """XLA's analysis of the whole function where it runs whole, else the plan."""
-        whole = getattr(self._runner, "whole", None)
-        return whole.memory_analysis() if whole is not None else self.plan
-
-    def as_text(self) -> str:
-        """XLA's own text where the function runs whole, else the plan in a few lines."""
-        whole = getattr(self._runner, "whole", None)
-        return self.plan.summary() if whole is None else whole.as_text()
-
-    def runtime_executable(self) -> Any:
-        """XLA's executable where the function runs whole, else the plan."""
-        whole = getattr(self._runner, "whole", None)
-        return self.plan if whole is None else whole.runtime_executable()
-
-    @compat.api_boundary
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        leaves, tree = jax.tree.flatten((args, kwargs))
-        if tree != self._in_tree:
-            raise TypeError(
-                "Function compiled with input pytree does not match the input pytree it was"
-                f" called with: compiled for {self._in_tree}, called with {tree}"
-            )
-        for leaf in leaves:
-            if isinstance(leaf, Tracer):
-                raise TypeError(
-                    "Cannot apply JAX transformations to a function lowered and compiled"
-                    " for a particular signature. Detected argument of Tracer type"
-                    f" {type(leaf)}. Transform what jturnip.jit returned instead."
-                )
-        given = Call(args, kwargs, leaves, tree, ())
-        call, _ = placed(given, self._options)
-        self._check_types(call.leaves)
-        for leaf, whose, name in zip(
-            call.leaves, self._arguments.whose, self._arguments.names, strict=True
-        ):
-            is_array = isinstance(leaf, jax.Array) and not whose.ours
-            if is_array and placement.whose(leaf, False).on_host != whose.on_host:
-                there = "in host memory" if whose.on_host else "on the device"
-                raise ArgumentError(
-                    f"{name} was compiled to be {there}, and is not. Move it with"
-                    " jturnip.host or jturnip.device, or lower with an array like it."
-                )
-        given.check_alive(lambda: self._arguments.names)
-        return self.call_flat(leaves)
-
-    def _check_types(self, leaves: Sequence[Any]) -> None:
-        differing = []
-        for leaf, t, name in zip(leaves, self._types, self._arguments.names, strict=True):
-            has_type = isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
-            found = Type.of(leaf if has_type else jax.typeof(leaf))
-            if (found.shape, found.dtype) != (t.shape, t.dtype):
-                differing.append(
-                    f"Argument '{name}' compiled with {t.dtype}{list(t.shape)} and called"
-                    f" with {found.dtype}{list(found.shape)}"
-                )
-        if differing:
-            raise TypeError(
-                "Argument types differ from the types for which this computation was"
-                " compiled. The mismatches are:\n" + "\n".join(differing)
-            )
-
-    def call_flat(self, leaves: Sequence[Any]) -> Any:
-        """Calls with leaves that are known to be right."""
-        return self._runner.run(leaves)
-
-
-def _avals(traced: Any) -> Any:
-    tree = jax.tree.structure(traced.args_info)
-    return jax.tree.unflatten(tree, traced.jaxpr.in_avals)
-
-
-def _donated(args_info: Any) -> tuple[int, ...]:
-    infos = enumerate(jax.tree.leaves(args_info))
-    return tuple(i for i, info in infos if info.donated)
-
-
-def _cost_of(whole: Any | None, plan: Plan) -> dict[str, float]:
-    if whole is not None:
-        return dict(whole.cost_analysis() or {})
-    costs = [_cost_of(None, piece) for piece in plan.pieces]
-    tasks = plan.taskgraph.tasks
-    costs.append(
-        {
-            "flops": sum(t.flops for t in tasks),
-            "bytes accessed": sum(t.bytes_accessed for t in tasks),
-        }
-    )
-    return {name: sum(c[name] for c in costs) for name in costs[-1]}
-
-
-def _trace(jitted: Any, statics: Statics, call: Call, device: Device | None) -> Any:
-    """Traces as if all arrays were on the device: where they lie is the plan's matter."""
-    sharding = None if device is None else jax.sharding.SingleDeviceSharding(device)
-    args, kwargs = statics.with_leaves(call, anywhere(call.leaves, sharding))
-    with compat.tracing():
-        return jitted.trace(*args, **kwargs)
-
-
-def anywhere(leaves: Sequence[Any], sharding: Any = None) -> list[Any]:
-    """Leaves of a call, with structs in the place of arrays, on one device or on any."""
-
-    def strip(leaf: Any) -> Any:
-        if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
-            return leaf
-        weak = getattr(leaf, "weak_type", False)
-        return jax.ShapeDtypeStruct(
-            leaf.shape, leaf.dtype, weak_type=weak, sharding=sharding
-        )
-
-    return list(map(strip, leaves))
 
 
 def _forwardable(arguments: Arguments) -> frozenset[int]:

@@ -1,33 +1,31 @@
-"""What a compiled function is when called: one executable, or the loop over a plan."""
+"""Tasks under one plan, run by the event loop."""
 
-import collections
 import contextlib
 import dataclasses
 import enum
 import functools
 import sys
 import threading
-import time
-import traceback
 import weakref
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
 
 from jturnip import compat, memory, placement
 from jturnip.compiler import nans
-from jturnip.errors import ArgumentError, ExecutionError
 from jturnip.frontend.hints import calls_out
-from jturnip.frontend.values import FlatJaxpr, Parts, Slice, Type, Window, is_packed
+from jturnip.frontend.values import Parts, Slice, Window
 from jturnip.graph.memgraph import MemGraph, OpKind
-from jturnip.graph.plan import Plan
-from jturnip.graph.taskgraph import TaskGraph
-from jturnip.lowering import Split, unread
-from jturnip.placement import Arguments, Wanted, Whose
-from jturnip.programs import Straight
+from jturnip.programs.places import unread
+from jturnip.programs.records import Split, Straight
+from jturnip.runners.failures import (
+    check_donated_once,
+    is_interrupt,
+    let_go,
+    raise_failures,
+)
 from jturnip.runtime.engines import (
     DeviceEngines,
     MarkSlots,
@@ -40,122 +38,6 @@ from jturnip.runtime.hoststacks import Assembled, Assembly, parts_of
 from jturnip.runtime.link import SimulatedLink
 from jturnip.runtime.loop import Running
 from jturnip.runtime.report import RunReport
-from jturnip.runtime.turns import Turn
-
-
-class Runner(Protocol):
-    """What takes flat arguments and gives results in their tree."""
-
-    plan: Plan
-
-    @property
-    def last_run(self) -> RunReport | None:
-        """What the last finished run did."""
-        ...
-
-    def run(self, leaves: Sequence[Any]) -> Any:
-        """Runs once."""
-        ...
-
-
-class WholeRunner:
-    """Plain `jax.jit`, for a function that fits."""
-
-    def __init__(
-        self,
-        whole: Any,
-        in_tree: Any,
-        arguments: Arguments,
-        plan: Plan,
-        moves: "Moves",
-        flat: FlatJaxpr | None,
-        wanted: Wanted,
-        turn: Turn,
-        in_places: Sequence[Any],
-    ):
-        self.whole = whole
-        self._turn = turn
-        # Where the user says that each argument is, or None.
-        self._in_places = tuple(in_places)
-        self.plan = plan
-        self._seconds: float | None = None
-        self._tree = in_tree
-        # To find an equation that made a NaN; None for what cannot be flattened.
-        self._flat = flat
-        self._wanted = wanted
-        self._copies = bool(moves.arguments) or any(self._in_places)
-        self._is_plain = wanted.is_nothing and not self._copies
-        device = arguments.device
-        self._device = placement.sharding(device, on_host=False)
-        self._moves = moves
-        self._has_effects = flat is None or any(e.effects for e in flat.equations)
-        self._names = arguments.names
-        self._given_up = frozenset(
-            i for i, w in enumerate(arguments.whose) if w is Whose.DONATED_HOST
-        )
-
-    @property
-    def last_run(self) -> RunReport | None:
-        if self._seconds is None:
-            return None
-        plan = self.plan
-        moved = plan.h2d_bytes, plan.d2h_bytes
-        return RunReport("whole", self._seconds, 0.0, *moved, plan.peak_bytes)
-
-    def run(self, leaves: Sequence[Any]) -> Any:
-        began, outer = time.perf_counter(), sys.exc_info()[1]
-        try:
-            if self._has_effects:
-                compat.forget_failed_tokens()
-            if self._is_plain:
-                args, kwargs = jax.tree.unflatten(self._tree, leaves)
-                self._turn.leave()
-                results = self.whole(*args, **kwargs)
-                self._turn.dispatched(results)
-            else:
-                results = self._run_with_moves(leaves)
-        except Exception as error:
-            let_go(error, outer)
-            if compat.is_nan_error(error) and self._flat is not None:
-                raise self._blame(leaves) from None
-            raise
-        self._seconds = time.perf_counter() - began
-        return results
-
-    def _blame(self, leaves: Sequence[Any]) -> FloatingPointError:
-        assert self._flat is not None
-        alive = [
-            leaf
-            if isinstance(leaf, jax.Array) and leaf.is_deleted()
-            else memory.placed(leaf, self._device)
-            for leaf in leaves
-        ]
-        everything, inputs = range(len(self._flat.equations)), self._flat.inputs
-        return nans.blame(self._flat, everything, inputs, alive, nans.looked_for())
-
-    def _run_with_moves(self, leaves: Sequence[Any]) -> Any:
-        check_donated_once(leaves, self._given_up, self._names)
-        plan, turn, moves = self.plan, self._turn, self._moves
-        turn.check()
-        with turn.lock:
-            turn.leave()
-            turn.make_room(plan.gpu_bytes - plan.peak_bytes)
-            placed = list(map(memory.placed, leaves, self._in_places))
-            for i in moves.arguments:
-                placed[i] = memory.moved(placed[i], on_host=False)
-            args, kwargs = jax.tree.unflatten(self._tree, placed)
-            placed.clear()
-            results, tree = jax.tree.flatten(self.whole(*args, **kwargs))
-            del args, kwargs
-            if self._copies and results:
-                turn.copied(plan.peak_bytes, min(results, key=lambda r: r.nbytes))
-            turn.dispatched(results)
-            for i in moves.results:
-                results[i] = memory.moved(results[i], on_host=True)
-            results = memory.finished(results, self._wanted)
-        for i in self._given_up:
-            leaves[i].delete()
-        return jax.tree.unflatten(tree, results)
 
 
 class SplitRunner:
@@ -305,7 +187,7 @@ class SplitRunner:
             if report is None:
                 engines.let_go()
                 return results, Rest(running, engines, marks, beside)
-            _raise_failures(results)
+            raise_failures(results)
             if engines.suspect is not None:
                 if any(nans.is_bad(result, looked_for) for result in results):
                     raise engines.suspect
@@ -317,7 +199,7 @@ class SplitRunner:
                 marks.close()
             compat.forget_failed_tokens()
             let_go(error, outer)
-            if not isinstance(error, KeyboardInterrupt) and _is_interrupt(error):
+            if not isinstance(error, KeyboardInterrupt) and is_interrupt(error):
                 raise KeyboardInterrupt from error
             raise
         return_marks(marks)
@@ -410,7 +292,7 @@ class Rest:
             self._unfinished = None
             self._marks.close()
             let_go(error, outer)
-            if isinstance(error, Exception) and not _is_interrupt(error):
+            if isinstance(error, Exception) and not is_interrupt(error):
                 return
             raise
         self._unfinished = None
@@ -420,27 +302,6 @@ class Rest:
 
 def _with_bytes(report: RunReport, more: int) -> RunReport:
     return dataclasses.replace(report, peak_bytes=report.peak_bytes + more)
-
-
-def check_donated_once(
-    leaves: Sequence[Any], given_up: Collection[int], names: Sequence[str]
-) -> None:
-    """Raises ArgumentError for an array that is donated and passed a second time.
-
-    Args:
-      leaves: the flat arguments.
-      given_up: positions of those that are donated.
-      names: what to call each.
-    """
-    if not given_up or len({id(leaf) for leaf in leaves}) == len(leaves):
-        return
-    places = collections.Counter(id(leaf) for leaf in leaves)
-    for i in given_up:
-        if places[id(leaves[i])] > 1:
-            raise ArgumentError(
-                f"argument {names[i]} is donated and passed a second time. Pass a copy, or"
-                " do not donate it."
-            )
 
 
 def _blame(
@@ -533,136 +394,3 @@ def _assembled(
             for _, window in parts
         )
     return Assembled(output.type, parts, argument, readers)
-
-
-def _raise_failures(results: Sequence[Any]) -> None:
-    try:
-        jax.block_until_ready(results)
-    except Exception as error:
-        raise ExecutionError(f"a result could not be computed: {error}") from error
-
-
-def let_go(error: BaseException | None, outer: BaseException | None) -> None:
-    """Clears the finished frames that an error would keep alive, and our arrays in them.
-
-    Notebooks keep the last error, and with it every local variable on its way.
-
-    Args:
-      error: what was raised.
-      outer: what the caller was handling already, whose frames are not ours.
-    """
-    seen: set[int] = set()
-    while error is not None and error is not outer and id(error) not in seen:
-        seen.add(id(error))
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
-
-
-def _is_interrupt(error: BaseException | None) -> bool:
-    """Whether Ctrl-C came inside JAX's C++, which makes other errors of it."""
-    while error is not None:
-        if isinstance(error, KeyboardInterrupt) or "KeyboardInterrupt" in str(error):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
-
-
-@dataclass(frozen=True)
-class Moves:
-    """What a call of a whole function moves: positions of arguments and results."""
-
-    arguments: tuple[int, ...]
-    results: tuple[int, ...]
-    h2d_bytes: int
-    d2h_bytes: int
-
-
-def moves_of(
-    arguments: Arguments, traced: Any, wanted: Wanted, pruned: Collection[int]
-) -> Moves:
-    """Host arguments go to the device, but those that XLA prunes; results that re-use
-    donated ones come back, unless they are wanted elsewhere."""
-    types, results = (
-        [Type.of(a) for a in jax.tree.leaves(infos)]
-        for infos in (traced.args_info, traced.out_info)
-    )
-    inward = tuple(
-        i
-        for i, w in enumerate(arguments.whose)
-        if w in (Whose.CALLER_HOST, Whose.DONATED_HOST) and i not in pruned
-    )
-    pairs = list(zip(types, arguments.whose, strict=True))
-    outward = tuple(
-        sorted(
-            (
-                placement.reused_arguments(pairs, results).keys()
-                | wanted.places(on_host=True)
-            )
-            - wanted.places(on_host=False)
-        )
-    )
-    return Moves(
-        inward,
-        outward,
-        sum(types[i].nbytes for i in inward),
-        sum(results[i].nbytes for i in outward),
-    )
-
-
-def whole_bytes(whole: Any, closed_over: Sequence[Any]) -> int:
-    """Device bytes of a whole executable, by XLA's own analysis.
-
-    That leaves out what is closed over: a copy is part of the executable, and the array
-    itself may be on the device too.
-    """
-    sizes = whole.memory_analysis()
-    return int(
-        sizes.argument_size_in_bytes
-        + sizes.output_size_in_bytes
-        - sizes.alias_size_in_bytes
-        + sizes.temp_size_in_bytes
-        + sum(Type.of(array).nbytes for array in closed_over)
-        + memory.device_bytes(closed_over)
-    )
-
-
-def least_whole_bytes(
-    flat: FlatJaxpr,
-    arguments: Arguments,
-    pruned: Collection[int],
-    closed_over: Sequence[Any],
-) -> int:
-    """Device bytes that a function surely needs as one executable: its arguments, its
-    results but those that may take the memory of donated arguments, and, as `whole_bytes`
-    counts it, what it closes over.
-
-    What is between them, fusion may never write down, so nothing is said of it.
-    """
-    inputs = [(i, _least_bytes(flat.types[v])) for i, v in enumerate(flat.inputs)]
-    read = sum(nbytes for i, nbytes in inputs if i not in pruned)
-    donated = sum(nbytes for i, nbytes in inputs if arguments.whose[i].donated)
-    by_equations = {v for e in flat.equations for v in e.outputs}
-    results = by_equations.intersection(flat.written_outputs)
-    written = sum(_least_bytes(flat.types[v]) for v in results)
-    constants = sum(Type.of(array).nbytes for array in closed_over)
-    return read + max(0, written - donated) + constants + memory.device_bytes(closed_over)
-
-
-def _least_bytes(t: Type) -> int:
-    """Bytes of a value as XLA may pack it."""
-    return t.nbytes // 8 if is_packed(t.dtype) else t.nbytes
-
-
-def whole_plan(nbytes: int, moves: Moves, gpu_bytes: int) -> Plan:
-    return Plan(
-        gpu_bytes=gpu_bytes,
-        peak_bytes=nbytes,
-        h2d_bytes=moves.h2d_bytes,
-        d2h_bytes=moves.d2h_bytes,
-        host_bytes=0,
-        predicted_seconds=0.0,
-        lower_bound_seconds=0.0,
-        strategy="whole",
-        taskgraph=TaskGraph((), (), ()),
-        memgraph=MemGraph(gpu_bytes, (), (), (), ()),
-    )

@@ -1,0 +1,172 @@
+"""Loops and branches that are driven, and rows that the host reads and writes."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+from jturnip.errors import DoesNotFit
+from jturnip.frontend import tables
+from jturnip.frontend.inline import Condition
+from jturnip.frontend.values import Equation
+from jturnip.placement import Arguments, Budget
+from jturnip.programs.chains import CARRIED, Held, arguments_of, bytes_on_device, together
+from jturnip.programs.records import (
+    Chain,
+    Choice,
+    How,
+    Loop,
+    Program,
+    Rows,
+    Straight,
+    all_constants,
+)
+
+
+# `make.make_program`, for bodies and branches.
+Make: TypeAlias = Callable[..., Program]
+
+
+def driven(
+    equation: Equation,
+    operands: Sequence[Held],
+    arguments: Arguments,
+    budget: Budget,
+    how: How,
+    make_program: Make,
+) -> Program:
+    """The program of an equation that is driven.
+
+    Args:
+      equation: a `while`, a `cond`, or rows that the host reads or writes.
+      operands: where what it reads is.
+      arguments: of the function, for what they say of the device.
+      budget: what there is.
+      how: the user's choices.
+      make_program: makes the programs of bodies and branches.
+    """
+    if equation.name in tables.HOST_READS | tables.HOST_WRITES:
+        away = sum(h.nbytes for h in operands if not h.on_host)
+        plan = dataclasses.replace(
+            together([], budget.room), d2h_bytes=away, peak_bytes=bytes_on_device(operands)
+        )
+        return Rows(plan, equation.origin)
+    make = _loop if equation.name == "while" else _choice
+    return make(equation, operands, arguments, budget, how, make_program)
+
+
+def _loop(
+    equation: Equation,
+    operands: Sequence[Held],
+    arguments: Arguments,
+    budget: Budget,
+    how: How,
+    make_program: Make,
+) -> Loop:
+    params = equation.origin.params
+    of_condition, of_body = params["cond_nconsts"], params["body_nconsts"]
+    constants = [h.kept() for h in operands[: of_condition + of_body]]
+    carried = operands[of_condition + of_body :]
+    # A carried array that the caller keeps on the device is copied: it stays there.
+    staying = bytes_on_device(h for h in carried if not h.ours)
+    budget = budget.beside(staying)
+    on_host = _carried_on_host(carried, budget.room)
+    condition = Condition(params["cond_jaxpr"], of_condition)
+    # What the body returns as it is stays in its own place: so it is the loop's for good.
+    given = {i + 1: len(constants) + i for i in range(len(carried))}
+    often = dataclasses.replace(how, repeated=True)
+    while True:
+        state = [
+            dataclasses.replace(h, on_host=away, ours=True)
+            for h, away in zip(carried, on_host, strict=True)
+        ]
+        own = arguments_of(arguments, [*constants, *state])
+        to_host = frozenset([0, *(i + 1 for i, away in enumerate(on_host) if away)])
+        try:
+            body = make_program(
+                params["body_jaxpr"], given, own, budget, often, to_host, condition
+            )
+        except DoesNotFit:
+            if all(on_host):
+                raise
+            _send_larger_half(carried, on_host)
+            continue
+        moved = [
+            i for i, away in enumerate(body.ends_on_host[1:]) if away and not on_host[i]
+        ]
+        if not moved:
+            break
+        for i in moved:
+            on_host[i] = True
+    asked = arguments_of(arguments, [*constants[:of_condition], *(h.kept() for h in state)])
+    beside = bytes_on_device(constants[of_condition:])
+    left = budget.beside(beside)
+    begin = make_program(params["cond_jaxpr"], (), asked, left, how, frozenset([0]))
+    used_up = _used_up(body)[of_condition + of_body :]
+    plan = together([("condition", begin.plan), ("body", body.plan)], budget.room)
+    everything = sum(all_constants((begin, body)).values())
+    lacking = lambda program: everything - sum(program.constants.values())
+    peak = max(
+        bytes_on_device([*constants, *carried]),  # before any is put in its place
+        begin.plan.peak_bytes + beside + staying + lacking(begin),
+        body.plan.peak_bytes + staying + lacking(body),
+    )
+    plan = dataclasses.replace(plan, peak_bytes=peak)
+    if isinstance(body, Straight):
+        plan = dataclasses.replace(plan, h2d_bytes=plan.h2d_bytes + body.resident_bytes)
+    return Loop(plan, of_condition, of_body, begin, body, tuple(on_host), used_up)
+
+
+def _carried_on_host(carried: Sequence[Held], room: int) -> list[bool]:
+    """The smallest stay on the device, up to a share of the budget."""
+    on_host = [True] * len(carried)
+    total = 0
+    for i in sorted(range(len(carried)), key=lambda i: carried[i].nbytes):
+        total += carried[i].nbytes
+        if total > room // CARRIED:
+            break
+        on_host[i] = False
+    return on_host
+
+
+def _send_larger_half(carried: Sequence[Held], on_host: list[bool]) -> None:
+    there = [i for i, away in enumerate(on_host) if not away]
+    there.sort(key=lambda i: carried[i].nbytes)
+    for i in there[len(there) // 2 :]:
+        on_host[i] = True
+
+
+def _used_up(program: Program) -> tuple[bool, ...]:
+    if isinstance(program, Straight):
+        return tuple(w.donated for w in program.split.arguments.whose)
+    assert isinstance(program, Chain)
+    return tuple(w.donated for w in program.arguments.whose)
+
+
+def _choice(
+    equation: Equation,
+    operands: Sequence[Held],
+    arguments: Arguments,
+    budget: Budget,
+    how: How,
+    make_program: Make,
+) -> Choice:
+    index, *operands = operands
+    beside = bytes_on_device([index])
+    own = arguments_of(arguments, operands)
+    given = [i for i, h in enumerate(operands) if h.ours]
+    to_host: frozenset[int] = frozenset()
+    while True:
+        branches = tuple(
+            make_program(branch, given, own, budget.beside(beside), how, to_host)
+            for branch in equation.origin.params["branches"]
+        )
+        ends = [b.ends_on_host for b in branches]
+        away = frozenset(i for one in ends for i, on_host in enumerate(one) if on_host)
+        if away == to_host:
+            break
+        to_host = away
+    places = tuple(i in to_host for i in range(len(equation.origin.outvars)))
+    plan = together([(f"branch {i}", b.plan) for i, b in enumerate(branches)], budget.room)
+    everything = sum(all_constants(branches).values()) + beside
+    peak = max(b.plan.peak_bytes + everything - sum(b.constants.values()) for b in branches)
+    return Choice(dataclasses.replace(plan, peak_bytes=peak), branches, places)

@@ -1,0 +1,272 @@
+"""A traced function to a program in a budget: flatten, split, plan; again if it must be."""
+
+import dataclasses
+import functools
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from jturnip.errors import DoesNotFit
+from jturnip.frontend.blocks import cut_along_axes
+from jturnip.frontend.flatten import flatten
+from jturnip.frontend.inline import Condition, argument_avals
+from jturnip.frontend.streaming import Seen
+from jturnip.frontend.values import Equation, FlatJaxpr
+from jturnip.graph.plan import Plan
+from jturnip.placement import Arguments, Budget, Returned, Whose
+from jturnip.programs import attempts, places, planning, splitting
+from jturnip.programs.chains import Held, arguments_of, chain
+from jturnip.programs.driven import driven
+from jturnip.programs.records import Chain, How, Loop, Program, Split, Straight
+from jturnip.units import padded
+
+
+# There must be room for so many of the results that stay on the device in a next call.
+_TIMES = 3
+
+
+# Where a function that is cut moves more than so many times what goes in and comes out, so
+# many ways to cut it are planned.
+_MUCH = 4
+_SOME_WAYS = 4
+
+
+def make_program(
+    closed: Any,
+    forwarded: Collection[int] | Mapping[int, int],
+    arguments: Arguments,
+    budget: Budget,
+    how: How,
+    to_host: frozenset[int] = frozenset(),
+    condition: Condition | None = None,
+) -> Program:
+    """Takes a function apart, compiles its tasks and plans them.
+
+    Args:
+      closed: the function's jaxpr.
+      forwarded: arguments that may be returned as they are, as for `flatten`.
+      arguments: how the arguments are held.
+      budget: what there is, and what others take of it.
+      how: the user's choices.
+      to_host: positions of results that must end in host memory.
+      condition: for the body of a loop; its constants come first among the arguments, and
+        what it says first among the results.
+
+    Raises:
+      DoesNotFit: where a single equation, or the caller's own arrays, need more.
+      HostMemoryError: where the host cannot hold what must leave the device.
+      UnsupportedError: for what cannot be taken apart.
+    """
+    pairs = forwarded.items() if isinstance(forwarded, Mapping) else forwarded
+    forwards = tuple(sorted(pairs))
+    key = (id(closed), forwards, arguments, budget, how, to_host, id(condition))
+    if key not in how.known:
+        # Kept with what it was made of, so that the ids stay theirs.
+        how.known[key] = (
+            closed,
+            condition,
+            _made(closed, forwarded, arguments, budget, how, to_host, condition),
+        )
+    made = how.known[key][-1]
+    if isinstance(made, DoesNotFit):
+        raise made
+    return made
+
+
+def _made(
+    closed: Any,
+    forwarded: Collection[int] | Mapping[int, int],
+    arguments: Arguments,
+    budget: Budget,
+    how: How,
+    to_host: frozenset[int],
+    condition: Condition | None,
+) -> Program | DoesNotFit:
+    avals = argument_avals(closed, condition)
+    refusals: list[DoesNotFit] = []
+    seen = Seen()
+    # Only what cannot be planned otherwise is cut along its axes.
+    for axes in (False, True) if how.axes and not how.finest else (False,):
+        for attempt in how.attempts:
+            streaming = None
+            if how.streams:
+                streaming = attempts.streaming(avals, arguments, budget, attempt)
+            flat = flatten(closed, forwarded, streaming, condition, seen)
+            has_loops = any(e.name in ("scan", "while", "cond") for e in flat.equations)
+            if axes and streaming is not None and not has_loops:
+                # What was cut along rows is to be cut along any axis instead.
+                flat = flatten(closed, forwarded, None, condition, seen)
+            inner = dataclasses.replace(how, axes=axes)
+            make = functools.partial(_of_flat, flat, arguments, budget, inner, attempt)
+            try:
+                made = make(to_host)
+                if _may_be_called_again(made, budget, how.returned):
+                    return made
+                return make(to_host.union(*how.returned.groups))
+            except DoesNotFit as error:
+                refusals.append(error)
+                if not has_loops or streaming is None:
+                    break
+    refusal = min(refusals, key=lambda refusal: refusal.needed_bytes)
+    return refusal.with_traceback(None)
+
+
+def _of_flat(
+    flat: FlatJaxpr,
+    arguments: Arguments,
+    budget: Budget,
+    how: How,
+    attempt: int,
+    to_host: frozenset[int],
+) -> "Straight | Chain":
+    if any(e.driven for e in flat.equations):
+        inner = dataclasses.replace(how, repeated=False, attempts=(attempt,))
+        make_piece = functools.partial(_piece, arguments)
+        return chain(flat, arguments, budget, inner, to_host, make_piece)
+    if how.axes:
+        return _cut_along_axes(flat, arguments, budget, how, to_host)
+    return _straight(flat, arguments, budget, how, to_host)
+
+
+def _piece(
+    arguments: Arguments,
+    work: FlatJaxpr | Equation,
+    held: Sequence[Held],
+    budget: Budget,
+    how: How,
+    to_host: frozenset[int],
+) -> Program:
+    """The program of a piece of a chain."""
+    if isinstance(work, Equation):
+        return driven(work, held, arguments, budget, how, make_program)
+    return _tasks_between(work, arguments_of(arguments, held), budget, how, to_host)
+
+
+def _may_be_called_again(
+    made: "Straight | Chain", budget: Budget, returned: Returned
+) -> bool:
+    """Whether there is surely room for a call with results that are left on the device.
+
+    For a plan of tasks that read their arguments whole, `places.leaving` knows. A loop
+    copies what it carries of the caller's, and what was cut in host memory will be whole:
+    so there must be room for such results three times.
+    """
+    given, flat = made.given, made.flat
+    if isinstance(made, Straight) and not flat.slices:
+        return True
+    newly = [
+        padded(flat.type_of(flat.outputs[at]).nbytes)
+        for at, i in returned.again
+        if at not in made.to_host and given.whose[i] is not Whose.CALLER_DEVICE
+    ]
+    needed = _peak_without_residents(made) + _TIMES * sum(newly)
+    return not newly or needed <= budget.arena(given.device)
+
+
+def _peak_without_residents(made: "Straight | Chain") -> int:
+    """The peak, where loops keep nothing on the device that they could also stream."""
+    if isinstance(made, Straight):
+        return made.plan.peak_bytes
+    return max(
+        s.program.plan.peak_bytes + s.waiting - _resident_bytes(s.program)
+        for s in made.stages
+    )
+
+
+def _resident_bytes(program: Program) -> int:
+    if isinstance(program, Loop) and isinstance(program.body, Straight):
+        return program.body.resident_bytes
+    return 0
+
+
+def remeasured(program: Program, gpu_bytes: int, how: How) -> Program | None:
+    """The same with measured times, where that changes nothing else; else None."""
+    if not isinstance(program, Straight):
+        return None
+    assert how.trials is not None
+    budget = Budget(gpu_bytes)
+    return _planned(planning.measure(program.split, how.trials), budget, how)
+
+
+def _cut_along_axes(
+    flat: FlatJaxpr,
+    arguments: Arguments,
+    budget: Budget,
+    how: How,
+    to_host: Collection[int],
+) -> Straight:
+    """One plan for all tasks, with large stretches cut in the first way that fits; where
+    that moves much, in the fastest of some, as predicted."""
+    refusal: DoesNotFit | None = None
+    found: list[Straight] = []
+    arena = budget.arena(arguments.device)
+    where, platform = places.where(flat, arguments), arguments.device.platform
+    if places.bytes_at_start(flat, arguments) <= arena:
+        for cut in cut_along_axes(flat, where, arena, platform):
+            try:
+                found.append(_straight(cut, arguments, budget, how, to_host))
+            except DoesNotFit as error:
+                if refusal is None or error.needed_bytes < refusal.needed_bytes:
+                    refusal = error.with_traceback(None)
+                continue
+            if _moves_little(found[-1].plan, flat) or len(found) == _SOME_WAYS:
+                break
+    if found:
+        return min(found, key=lambda made: made.plan.predicted_seconds)
+    if refusal is None:  # there is no way: so it says what it needs as it is
+        return _straight(flat, arguments, budget, how, to_host)
+    raise refusal
+
+
+def _moves_little(plan: Plan, flat: FlatJaxpr) -> bool:
+    """Whether a plan moves no more than some times what goes in and comes out."""
+    ends = sum(flat.types[v].nbytes for v in flat.inputs)
+    ends += sum(flat.type_of(output).nbytes for output in flat.outputs)
+    return plan.h2d_bytes + plan.d2h_bytes <= _MUCH * ends
+
+
+def _tasks_between(
+    flat: FlatJaxpr,
+    arguments: Arguments,
+    budget: Budget,
+    how: How,
+    to_host: Collection[int],
+) -> Straight:
+    """One plan for the tasks between two loops or branches, cut if it must be."""
+    try:
+        return _straight(flat, arguments, budget, how, to_host)
+    except DoesNotFit as error:
+        if not how.axes:
+            raise
+        refusal = error.with_traceback(None)
+    try:
+        return _cut_along_axes(flat, arguments, budget, how, to_host)
+    except DoesNotFit as error:
+        raise min(error, refusal, key=lambda e: e.needed_bytes) from None
+
+
+def _straight(
+    flat: FlatJaxpr,
+    arguments: Arguments,
+    budget: Budget,
+    how: How,
+    to_host: Collection[int],
+) -> Straight:
+    """One plan for all tasks."""
+    split = splitting.split(
+        flat,
+        arguments,
+        budget,
+        to_host,
+        how.finest,
+        how.repeated,
+        how.returned,
+        how.executables,
+    )
+    if how.trials is not None:
+        split = planning.measure(split, how.trials)
+    return _planned(split, budget, how)
+
+
+def _planned(split: Split, budget: Budget, how: How) -> Straight:
+    plan, schedule = planning.make_plan(split, budget.room, how.strategy, how.link)
+    return Straight(split, plan, schedule)

@@ -1,0 +1,147 @@
+"""Tasks to a plan that is verified, and predicted to be the fastest of some."""
+
+import contextlib
+import dataclasses
+import gc
+from collections.abc import Iterator
+
+from jturnip import placement
+from jturnip.compiler import executables as compiler
+from jturnip.compiler.executables import Trials
+from jturnip.errors import HostMemoryError
+from jturnip.graph.memgraph import MemGraph
+from jturnip.graph.plan import Plan
+from jturnip.graph.taskgraph import TaskGraph
+from jturnip.placement import Whose
+from jturnip.planner import figures
+from jturnip.planner.planner import plan as make_memgraph
+from jturnip.planner.verify import peak_bytes, verify
+from jturnip.programs.devices import link_of
+from jturnip.programs.places import argument_bytes
+from jturnip.programs.records import Split
+from jturnip.runtime.link import SimulatedLink
+from jturnip.runtime.schedule import Link, Schedule, schedule
+from jturnip.runtime.simulated import simulate
+from jturnip.units import format_bytes, padded
+
+
+# What `auto` plans and simulates; the paper's alone beyond this many tasks, since there
+# planning takes seconds.
+_PROMISING = ("turnip", "layerwise", "fixed_order")
+_MANY_TASKS = 20_000
+
+
+# The paper's free order adapts to what really happens, which no prediction knows: another
+# strategy must be predicted to take no more than this share of its time.
+_CLEARLY = 0.97
+
+
+def measure(candidate: Split, trials: Trials) -> Split:
+    """Runs each new executable on zeros, where there is room for that.
+
+    Returns:
+      The same with measured seconds in its tasks.
+    """
+    graph = candidate.graph
+    largest = [0] * len(candidate.executables)
+    for task in graph.tasks:
+        # All of its operands are made anew, also where the caller has them already.
+        arrays = (graph.buffers[b] for b in (*task.inputs, *task.outputs))
+        needs = padded(task.workspace) + sum(padded(b.nbytes) for b in arrays)
+        largest[task.executable] = max(needs, largest[task.executable])
+    compiler.try_out(
+        list(zip(candidate.executables, largest, strict=True)),
+        placement.sharding(candidate.arguments.device, on_host=False),
+        trials,
+    )
+    tasks = tuple(
+        dataclasses.replace(
+            t, seconds=candidate.executables[t.executable].seconds or t.seconds
+        )
+        for t in graph.tasks
+    )
+    return dataclasses.replace(candidate, graph=dataclasses.replace(graph, tasks=tasks))
+
+
+def make_plan(
+    candidate: Split, gpu_bytes: int, strategy: str, simulated: SimulatedLink | None
+) -> tuple[Plan, Schedule]:
+    """Plans by one strategy, or by the one that the simulator finds fastest; verifies.
+
+    Raises:
+      HostMemoryError: where the host cannot hold what must leave the device.
+    """
+    graph, device = candidate.graph, candidate.arguments.device
+    link = link_of(device, simulated)
+    names = (strategy,) if strategy != "auto" else _promising(graph)
+    best: tuple[float, str, MemGraph, Schedule] | None = None
+    with _without_cycle_collection():
+        for name in names:
+            memgraph = make_memgraph(graph, placement.arena_bytes(gpu_bytes, device), name)
+            ready = schedule(graph, memgraph, link)
+            seconds = simulate(ready, name, link.latency_seconds).seconds
+            if best is None or seconds < _CLEARLY * best[0]:
+                best = seconds, name, memgraph, ready
+        assert best is not None
+        seconds, name, memgraph, ready = best
+        verify(graph, memgraph)
+        plan = _figures(graph, memgraph, gpu_bytes, name, seconds, link)
+    _check_host(plan, candidate)
+    return plan, ready
+
+
+def _promising(graph: TaskGraph) -> tuple[str, ...]:
+    return _PROMISING if len(graph.tasks) <= _MANY_TASKS else _PROMISING[:1]
+
+
+def _figures(
+    graph: TaskGraph,
+    memgraph: MemGraph,
+    gpu_bytes: int,
+    strategy: str,
+    seconds: float,
+    link: Link,
+) -> Plan:
+    h2d, d2h = figures.moved_bytes(graph, memgraph)
+    bound = max(
+        sum(t.seconds for t in graph.tasks),
+        h2d / link.h2d_bytes_per_second,
+        d2h / link.d2h_bytes_per_second,
+    )
+    return Plan(
+        gpu_bytes=gpu_bytes,
+        peak_bytes=peak_bytes(memgraph),
+        h2d_bytes=h2d,
+        d2h_bytes=d2h,
+        host_bytes=figures.host_peak_bytes(graph, memgraph),
+        predicted_seconds=seconds,
+        lower_bound_seconds=bound,
+        strategy=strategy,
+        taskgraph=graph,
+        memgraph=memgraph,
+    )
+
+
+def _check_host(plan: Plan, candidate: Split) -> None:
+    device, needed = candidate.arguments.device, plan.host_bytes
+    if device.platform != "cpu":  # the CPU backend takes numpy's memory as it is
+        needed += argument_bytes(candidate.flat, candidate.arguments, (Whose.OURS_HOST,))
+    limit, why = placement.host_bytes_limit(device)
+    if needed > limit:
+        raise HostMemoryError(
+            f"what must leave the device takes {format_bytes(needed)} of host memory; {why}"
+            f" is {format_bytes(limit)}. Raise gpu_bytes above"
+            f" {format_bytes(plan.gpu_bytes)}, or free host memory."
+        )
+
+
+@contextlib.contextmanager
+def _without_cycle_collection() -> Iterator[None]:
+    """Planning makes many records and no cycles; looking for those takes long."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

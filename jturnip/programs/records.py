@@ -1,0 +1,258 @@
+"""What a function becomes: programs, which are plans and what chooses among them.
+
+Most functions are one `Straight` program: one plan for all tasks. A loop of unknown length
+or a branch that is too large to be a task cannot be in a plan, since nobody knows how often
+it will run. Then the function is a `Chain`: straight programs with a `Loop` or a `Choice`
+between them, whose bodies are programs again. Arrays are handed over where they lie: the
+place in which each piece leaves its results is where the next is planned to find them.
+"""
+
+import functools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from jturnip.compiler.executables import Executable, Trials
+from jturnip.compiler.report import CompileReport
+from jturnip.frontend import tables
+from jturnip.frontend.partition import Group
+from jturnip.frontend.values import FlatJaxpr, Parts
+from jturnip.graph.plan import Plan
+from jturnip.graph.taskgraph import BufferId, TaskGraph
+from jturnip.placement import NOTHING_KNOWN, Arguments, Returned
+from jturnip.programs import attempts, places
+from jturnip.runtime.link import SimulatedLink
+from jturnip.runtime.schedule import Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """A function as tasks with their executables, not yet planned."""
+
+    flat: FlatJaxpr
+    # The equations of each task of the graph.
+    groups: tuple[Group, ...]
+    graph: TaskGraph
+    executables: tuple[Executable, ...]
+    # The numbers that each task passes to its executable.
+    numbers: tuple[tuple[np.ndarray, ...], ...]
+    compile_report: CompileReport
+    arguments: Arguments
+    # The buffer of each value that has one.
+    buffers: Mapping[int, BufferId]
+    # Result → the donated host argument whose memory it takes over; by position.
+    reuses: Mapping[int, int]
+    # Results that must end in host memory, by position.
+    to_host: frozenset[int]
+    # Buffers that start in host memory, and are put on the device for many runs.
+    resident: tuple[BufferId, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class How:
+    """How programs are made, beside the budget."""
+
+    strategy: str
+    link: SimulatedLink | None
+    # Where tasks are run on zeros first, to know their times: what that may take.
+    trials: Trials | None
+    # Whether every equation is a task of its own.
+    finest: bool = False
+    # Whether it is for the body of a loop, run many times with the same constants.
+    repeated: bool = False
+    # Whether arrays in host memory and loops are cut along rows first.
+    streams: bool = True
+    # Whether what does not fit is cut along its axes.
+    axes: bool = True
+    # Which attempts are made (`attempts.streaming`): those inside a loop are its own.
+    attempts: tuple[int, ...] = tuple(range(attempts.ATTEMPTS))
+    # What was made before, of the same in the same room; and all that was compiled.
+    known: dict[Any, Any] = field(default_factory=dict, compare=False, hash=False)
+    executables: list[Any] = field(default_factory=list, compare=False, hash=False)
+
+    # How the function's results belong together; of what is inside it, nothing is known.
+    returned: Returned = NOTHING_KNOWN
+
+    @property
+    def tight(self) -> bool:
+        """Whether whatever is between pieces goes to host memory."""
+        return self.attempts == (attempts.ATTEMPTS - 1,)
+
+
+# Closed-over arrays that are on the device while a function runs, and between its runs:
+# id → bytes. Who has the record has the arrays.
+Constants: TypeAlias = Mapping[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Straight:
+    """Tasks under one plan.
+
+    Every kind of program has these: `plan`; `report`, of what was compiled; `ends_on_host`,
+    whether each result is in host memory at the end; and `constants`.
+    """
+
+    split: Split
+    plan: Plan
+    schedule: Schedule
+
+    @property
+    def ends_on_host(self) -> tuple[bool, ...]:
+        split, memgraph = self.split, self.plan.memgraph
+        ends = dict(zip(split.graph.outputs, memgraph.outputs_at_end, strict=True))
+        held = dict(zip(split.flat.inputs, split.arguments.whose, strict=True))
+        return tuple(
+            isinstance(o, Parts)
+            or (
+                held[o].on_host
+                if o in held
+                else memgraph.instances[ends[split.buffers[o]]].on_host
+            )
+            for o in split.flat.outputs
+        )
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes that are put on the device before many runs."""
+        buffers = self.split.graph.buffers
+        return sum(buffers[b].nbytes for b in self.split.resident)
+
+    @property
+    def to_host(self) -> frozenset[int]:
+        return self.split.to_host
+
+    @property
+    def given(self) -> Arguments:
+        return self.split.arguments
+
+    @property
+    def flat(self) -> FlatJaxpr:
+        return self.split.flat
+
+    @property
+    def constants(self) -> Constants:
+        return places.constants_on_device(self.split.flat)
+
+    @property
+    def report(self) -> CompileReport:
+        return self.split.compile_report
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """A `while`: its arguments are the condition's constants, the body's, and what is
+    carried."""
+
+    plan: Plan
+    # Numbers of constants.
+    of_condition: int
+    of_body: int
+    # Of the condition's constants and what is carried: whether to begin.
+    condition: "Program"
+    # Of everything: whether to go on, and what is carried on.
+    body: "Program"
+    # Whether each carried value is in host memory between iterations, and whether the body
+    # uses up the array it is given.
+    on_host: tuple[bool, ...]
+    used_up: tuple[bool, ...]
+
+    @property
+    def ends_on_host(self) -> tuple[bool, ...]:
+        return self.on_host
+
+    @property
+    def constants(self) -> Constants:
+        return all_constants((self.condition, self.body))
+
+    @property
+    def report(self) -> CompileReport:
+        return self.condition.report.beside(self.body.report)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A `cond`: its arguments are the number of the branch, and the branches' arguments."""
+
+    plan: Plan
+    branches: tuple["Program", ...]
+    ends_on_host: tuple[bool, ...]
+
+    @property
+    def constants(self) -> Constants:
+        return all_constants(self.branches)
+
+    @property
+    def report(self) -> CompileReport:
+        return functools.reduce(CompileReport.beside, (b.report for b in self.branches))
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A `gather` from a table in host memory, or a `scatter-add` to one, by the host."""
+
+    plan: Plan
+    eqn: Any
+    ends_on_host: tuple[bool, ...] = (True,)
+    constants: Constants = field(default_factory=dict)
+
+    @property
+    def writes(self) -> bool:
+        """Whether rows are added to the table."""
+        return self.eqn.primitive.name in tables.HOST_WRITES
+
+    @property
+    def report(self) -> CompileReport:
+        return CompileReport(0, 0, 0, 0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A program in a chain, with the values it reads and writes."""
+
+    program: "Program"
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    # Values that nothing needs any more after it, and those it writes for nobody.
+    over: tuple[int, ...]
+    unread: frozenset[int]
+    # Device bytes that others take while it runs, and those of them that are closed over.
+    waiting: int
+    constants: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """Programs one after the other."""
+
+    plan: Plan
+    flat: FlatJaxpr
+    arguments: Arguments
+    # Closed-over arrays that loops and branches read.
+    read_over: tuple[tuple[int, Any], ...]
+    stages: tuple[Stage, ...]
+    # Results that must end in host memory, by position.
+    to_host: frozenset[int]
+    ends_on_host: tuple[bool, ...]
+
+    @property
+    def given(self) -> Arguments:
+        return self.arguments
+
+    @property
+    def constants(self) -> Constants:
+        own = places.constants_on_device(self.flat)
+        return {**own, **all_constants([s.program for s in self.stages])}
+
+    @property
+    def report(self) -> CompileReport:
+        reports = (s.program.report for s in self.stages)
+        return functools.reduce(CompileReport.beside, reports)
+
+
+Program: TypeAlias = Straight | Loop | Choice | Rows | Chain
+
+
+def all_constants(programs: Iterable[Program]) -> dict[int, int]:
+    return {key: nbytes for p in programs for key, nbytes in p.constants.items()}

@@ -1,0 +1,99 @@
+"""Refusals: that ask for a budget that works, and say what is in the way."""
+
+import dataclasses
+import re
+from collections.abc import Callable
+
+from jturnip import placement
+from jturnip.compat import Device
+from jturnip.errors import DoesNotFit, HostMemoryError
+from jturnip.frontend.blocks import in_the_way
+from jturnip.frontend.values import FlatJaxpr
+from jturnip.programs.records import How, Program
+from jturnip.units import format_bytes
+
+
+# How often the budget that a refusal asks for is tried, to find what comes after it; and
+# where stretches are cut for each budget.
+_TRIES = 12
+_TRIES_CUT = 2
+
+
+# A refusal asks for what needs no cutting unless cutting makes do with this share of it.
+_WORTH = 0.9
+
+
+def refusal_that_is_true(
+    make: Callable[[int, How], Program], how: How, cut: DoesNotFit, uncut: DoesNotFit
+) -> DoesNotFit:
+    """The refusal with a budget that works.
+
+    What is cut for one budget is cut otherwise for another, so what it asks for may not be
+    enough; then it is what the function needs without being cut along its axes.
+
+    Args:
+      make: makes the program in a budget.
+      how: how the function is made.
+      cut, uncut: the refusals of a budget, with and without that.
+    """
+    uncut = _of_all_pieces(
+        lambda budget: make(budget, dataclasses.replace(how, axes=False)), uncut
+    )
+    for _ in range(_TRIES_CUT):
+        if cut.needed_bytes > _WORTH * uncut.needed_bytes:
+            break
+        try:
+            make(cut.needed_bytes, how)
+        except DoesNotFit as error:
+            least = max(error.needed_bytes, cut.needed_bytes + 1)
+            cut = refusal_of_budget(error, cut.gpu_bytes, least)
+        except HostMemoryError:
+            return cut  # on the device there is room
+        else:
+            return cut
+    return uncut
+
+
+def _of_all_pieces(make: Callable[[int], Program], refusal: DoesNotFit) -> DoesNotFit:
+    """The refusal with the budget in which all pieces of a chain can be planned.
+
+    A piece that does not fit hides those after it: so the budget it asks for is tried.
+    """
+    budget = refusal.needed_bytes
+    for attempt in range(_TRIES):
+        try:
+            make(budget)
+        except DoesNotFit as error:
+            # What is asked for next is exact, unless the pieces ask in turns for a little.
+            least = budget + 1 if attempt < _TRIES // 2 else budget + budget // 4
+            budget = max(error.needed_bytes, least)
+            refusal = refusal_of_budget(error, refusal.gpu_bytes, budget)
+        except HostMemoryError:
+            break  # on the device there is room
+        else:
+            break
+    return refusal
+
+
+def explained(refusal: DoesNotFit, flat: FlatJaxpr | None, device: Device) -> DoesNotFit:
+    """The same refusal, with what cannot be done in parts and why."""
+    arena = placement.arena_bytes(refusal.gpu_bytes, device)
+    reason = in_the_way(flat, arena) if flat is not None else ""
+    if not reason:
+        return refusal
+    message = str(refusal).replace(". Raise gpu_bytes", f". {reason} Raise gpu_bytes", 1)
+    return DoesNotFit(
+        message, needed_bytes=refusal.needed_bytes, gpu_bytes=refusal.gpu_bytes
+    )
+
+
+def refusal_of_budget(refusal: DoesNotFit, gpu_bytes: int, needed_bytes: int) -> DoesNotFit:
+    """The same refusal as the answer to a budget, which is to be at least so much."""
+    message = str(refusal)
+    for what, before, now in (
+        ("gpu_bytes is", refusal.gpu_bytes, gpu_bytes),
+        ("at least", refusal.needed_bytes, needed_bytes),
+    ):
+        said = rf"{what} {before}( \([^)]*\))?"
+        message = re.sub(said, f"{what} {now} ({format_bytes(now)})", message)
+    return DoesNotFit(message, needed_bytes=needed_bytes, gpu_bytes=gpu_bytes)

@@ -1,0 +1,251 @@
+"""A flat function to tasks that fit in a budget, compiled."""
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+
+from jturnip import compat
+from jturnip.compat import Device
+from jturnip.compiler import executables as compiler
+from jturnip.compiler.executables import Executable
+from jturnip.errors import DoesNotFit
+from jturnip.frontend.overwriting import with_overwriting
+from jturnip.frontend.partition import Group, Partitioner
+from jturnip.frontend.values import FlatJaxpr
+from jturnip.graph.taskgraph import BufferId, Place, Task, TaskGraph
+from jturnip.placement import NOTHING_KNOWN, Arguments, Budget, Returned, Whose
+from jturnip.planner.planner import (
+    does_not_fit,
+    resident_bytes,
+    smallest_budget,
+    task_bytes,
+)
+from jturnip.programs.devices import rates
+from jturnip.programs.graphs import build
+from jturnip.programs.places import (
+    argument_bytes,
+    at_home,
+    bytes_at_start,
+    kept,
+    leaving,
+    reuses,
+)
+from jturnip.programs.records import Split
+from jturnip.units import padded
+
+
+# A task may hold this share of the budget, where it can be cut: two can then be resident
+# while the transfers of two more are under way.
+_SHARE = 4
+
+
+def split(
+    flat: FlatJaxpr,
+    arguments: Arguments,
+    budget: Budget,
+    to_host: Collection[int] = (),
+    finest: bool = False,
+    repeated: bool = False,
+    returned: Returned = NOTHING_KNOWN,
+    used: list[Executable] | None = None,
+) -> Split:
+    """Cuts a function into tasks that fit in a budget, and compiles them.
+
+    Args:
+      flat: the function.
+      arguments: how its arguments are held.
+      budget: what there is, and what others take of it.
+      to_host: positions of results that must end in host memory.
+      finest: whether every equation is a task of its own.
+      repeated: whether it runs many times with the same arrays in host memory: then those
+        that there is room for are taken to be on the device.
+      returned: which results are to lie in one memory; those for which there is no room on
+        the device go to host memory.
+      used: grows by the executables, so that they live until they can be used again.
+
+    Raises:
+      DoesNotFit: where a single equation, or the caller's own arrays, need more.
+    """
+    used = [] if used is None else used
+    arguments = kept(arguments, flat)
+    device = arguments.device
+    arena = budget.arena(device)
+    partitioner = Partitioner(flat, rates(device))
+    _refuse_early(flat, partitioner, arguments, budget, used)
+    groups = partitioner.partition(0 if finest else arena // _SHARE)
+    staying = _not_to_be_lost(flat, arguments, repeated)
+    compiled = None
+    while True:
+        groups = with_overwriting(flat, groups, staying)
+        compiled = _compile(flat, groups, arguments, compiled)
+        used += compiled.executables
+        graph, buffers = build(flat, groups, arguments, compiled, to_host)
+        if smallest_budget(graph) <= arena:
+            break
+        kept_bytes = resident_bytes(graph)
+        too_large = {t.id for t in graph.tasks if task_bytes(graph, t) + kept_bytes > arena}
+        finer = partitioner.refine(groups, frozenset(too_large))
+        if len(finer) == len(groups):
+            raise _refusal(graph, budget, device)
+        groups = finer
+    least = lambda there: _least_when_cut(flat, partitioner, arguments, graph, arena, there)
+    away = leaving(flat, arguments, to_host, returned, arena, least)
+    to_host = frozenset(to_host).union(away, at_home(flat, arguments))
+    if away:
+        graph, buffers = build(flat, groups, arguments, compiled, to_host)
+    resident = _resident(flat, graph, buffers, arguments, arena) if repeated else ()
+    return Split(
+        flat=flat,
+        groups=tuple(groups),
+        graph=_with_resident(graph, resident),
+        resident=resident,
+        executables=compiled.executables,
+        numbers=compiled.numbers,
+        compile_report=compiled.report,
+        arguments=arguments,
+        buffers=buffers,
+        reuses=reuses(flat, arguments),
+        to_host=to_host,
+    )
+
+
+def _not_to_be_lost(
+    flat: FlatJaxpr, arguments: Arguments, repeated: bool
+) -> frozenset[int]:
+    """Values that no task may write over: they are the caller's, or for the next run."""
+    given = zip(flat.inputs, arguments.whose, strict=True)
+    staying = {v for v, w in given if w is Whose.CALLER_DEVICE or (repeated and w.on_host)}
+    staying.update(v for v, _ in flat.constants)
+    if repeated:
+        staying.update(s.value for s in flat.slices)
+    return frozenset(staying)
+
+
+def _finest(flat: FlatJaxpr, partitioner: Partitioner, arguments: Arguments) -> list[Group]:
+    """The smallest tasks there can be, in a single run."""
+    staying = _not_to_be_lost(flat, arguments, repeated=False)
+    return with_overwriting(flat, partitioner.partition(0), staying)
+
+
+def _least_bytes(graph: TaskGraph, there: Collection[BufferId]) -> int:
+    """What a plan needs at least if some more buffers are on the device all the time."""
+    bytes_of = [padded(b.nbytes) for b in graph.buffers]
+    staying = {b.id for b in graph.buffers if b.pinned}.union(there)
+
+    def needed(task: Task) -> int:
+        # What stays cannot be written over: the result has bytes of its own then.
+        kept = [task.outputs[o] for o, i in task.overwrites if task.inputs[i] in staying]
+        used = (*task.inputs, *task.new, *kept)
+        return padded(task.workspace) + sum(bytes_of[b] for b in used if b not in staying)
+
+    largest = max(map(needed, graph.tasks), default=0)
+    return sum(bytes_of[b] for b in staying) + largest
+
+
+def _least_when_cut(
+    flat: FlatJaxpr,
+    partitioner: Partitioner,
+    arguments: Arguments,
+    graph: TaskGraph,
+    arena: int,
+    there: Collection[BufferId],
+) -> int:
+    """What a plan needs at least if some more buffers are on the device all the time, and
+    tasks are cut as fine as that takes."""
+    least = _least_bytes(graph, there)
+    if least <= arena:
+        return least
+    finest, _ = build(flat, _finest(flat, partitioner, arguments), arguments)
+    workspace = max((padded(t.workspace) for t in graph.tasks), default=0)
+    return min(least, _least_bytes(finest, there) + workspace)
+
+
+def _resident(
+    flat: FlatJaxpr,
+    graph: TaskGraph,
+    buffers: Mapping[int, BufferId],
+    arguments: Arguments,
+    arena: int,
+) -> tuple[BufferId, ...]:
+    """Which arrays in host memory are best kept on the device while a plan is repeated.
+
+    As many bytes as leave room for two of the largest tasks, spread evenly over the order
+    in which they are first read, so that the link has always something to do; the first is
+    among them, so that nothing waits when a run begins.
+    """
+    needed = smallest_budget(graph)
+    room = arena - max(2 * needed, arena // _SHARE)
+    given_up = {v for v, w in zip(flat.inputs, arguments.whose, strict=True) if w.donated}
+    given_up.update(s.value for s in flat.slices if s.source in given_up)
+    lost = {buffers[v] for v in given_up}
+    read = dict.fromkeys(b for t in graph.tasks for b in t.inputs)
+    choice = [b for b in read if graph.buffers[b].start is Place.HOST and b not in lost]
+    total = sum(padded(graph.buffers[b].nbytes) for b in choice)
+    share = room / total if total else 0.0
+    chosen: list[BufferId] = []
+    due, taken = 1.0, 0
+    for b in choice:
+        nbytes = padded(graph.buffers[b].nbytes)
+        due += min(share, 1.0) * nbytes
+        if taken + nbytes <= room and taken < due:
+            chosen.append(b)
+            taken += nbytes
+    return tuple(chosen)
+
+
+def _with_resident(graph: TaskGraph, resident: Collection[BufferId]) -> TaskGraph:
+    buffers = tuple(
+        dataclasses.replace(b, start=Place.DEVICE, pinned=True) if b.id in resident else b
+        for b in graph.buffers
+    )
+    return dataclasses.replace(graph, buffers=buffers)
+
+
+def _refuse_early(
+    flat: FlatJaxpr,
+    partitioner: Partitioner,
+    arguments: Arguments,
+    budget: Budget,
+    used: list[Executable],
+) -> None:
+    """Refuses a hopeless budget after compiling the largest equations only."""
+    arena = budget.arena(arguments.device)
+    staying = {
+        v
+        for v, w in zip(flat.inputs, arguments.whose, strict=True)
+        if w is Whose.CALLER_DEVICE
+    }
+    kept = argument_bytes(flat, arguments, (Whose.CALLER_DEVICE,))
+    least = partitioner.least_bytes(staying) + kept
+    if max(least, bytes_at_start(flat, arguments)) <= arena:
+        return
+    finest = _finest(flat, partitioner, arguments)
+    bare, _ = build(flat, finest, arguments)
+    if smallest_budget(bare) <= arena:
+        return
+    sizes = [task_bytes(bare, t) for t in bare.tasks]
+    # Workspace adds to what a task needs: the hungriest with it is likely among these.
+    most = max(sizes)
+    hungry = [g for g, size in zip(finest, sizes, strict=True) if size * 3 >= most]
+    compiled = _compile(flat, hungry, arguments)
+    used += compiled.executables
+    graph, _ = build(flat, hungry, arguments, compiled)
+    raise _refusal(graph, budget, arguments.device)
+
+
+def _refusal(graph: TaskGraph, budget: Budget, device: Device) -> DoesNotFit:
+    """The planner's error in terms of the budget that the user gives."""
+    arena = smallest_budget(graph)
+    needed = budget.needed(arena, device)
+    reserve = needed - arena - budget.taken
+    return does_not_fit(graph, budget.gpu_bytes, needed, reserve, budget.taken)
+
+
+def _compile(
+    flat: FlatJaxpr,
+    groups: Sequence[Group],
+    arguments: Arguments,
+    earlier: compiler.Compiled | None = None,
+) -> compiler.Compiled:
+    device = arguments.device if arguments.committed else None
+    how = compiler.How(device, compat.trace_context(), arguments.compiler_options)
+    return compiler.compile_groups(flat, groups, how, earlier)

@@ -2,13 +2,14 @@
 
 import copy
 import functools
+import gc
 import pickle
 import re
 import subprocess
 import sys
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -448,6 +449,14 @@ def test_tokens_are_arguments_and_results():
         assert type(after) is type(token)
 
 
+@pytest.fixture
+def no_cycle_collection() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_cycle_collection")
 def test_a_closed_over_array_goes_with_the_function():
     giving = lambda x: lambda: x
     for strategy in ("whole", "turnip"):

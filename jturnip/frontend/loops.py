@@ -86,8 +86,9 @@ def find_cuts(
     long: set[int] = set()
     rows: dict[int, int] = {}
 
-    def walk(body: FlatJaxpr) -> None:
-        for eqn in (e.origin for e in body.equations if e.name == "scan"):
+    agenda = [flat]
+    while agenda:
+        for eqn in (e.origin for e in agenda.pop().equations if e.name == "scan"):
             count = None if id(eqn) in scans else _iterations_per_part(eqn, streaming)
             if count is None:
                 continue
@@ -97,9 +98,7 @@ def find_cuts(
             scans.add(id(eqn))
             length = eqn.params["length"]
             rows[length] = min(count, rows.get(length, count))
-            walk(inline(eqn.params["jaxpr"]))
-
-    walk(flat)
+            agenda.append(inline(eqn.params["jaxpr"]))
     for t in held:
         if t.shape and t.shape[0] > 1 and t.nbytes > streaming.largest:
             fitting = streaming.largest // 4 * t.shape[0] // t.nbytes

@@ -16,7 +16,6 @@ from typing import Any
 from jturnip.frontend import parts
 from jturnip.frontend.axes import Known, Rule, rules
 from jturnip.frontend.choosing import (
-    MOST_EQUATIONS,
     Room,
     Search,
     Where as Where,
@@ -83,14 +82,14 @@ def cut_along_axes(
         cut, key = flat, []
         for _ in range(_AXES):
             again, how = cut_once(cut, room, True, search)
-            if search.is_over:
-                return
-            if not how or len(again.equations) > MOST_EQUATIONS + len(flat.equations):
+            if not how or len(again.equations) > room.most_equations + len(flat.equations):
                 break
             cut = again
             key.append(how)
         cut, how = cut_once(cut, room, False, search)
         key.append(how)
+        if search.is_over(apart):
+            continue
         if any(key) and tuple(key) not in seen:
             seen.add(tuple(key))
             if _may_fit(cut, arena, where):

@@ -20,9 +20,11 @@ from jturnip.units import padded
 _APART = 1 / 8
 _MOST_BLOCKS = 256
 _MOST_TASKS = 256
-# More equations than so many take long to plan.
-MOST_EQUATIONS = 1500
+# More equations than so many take long to plan; what stays apart needs many.
+_MOST_EQUATIONS = 1500
+_MOST_EQUATIONS_APART = 10_000
 # So many equations are looked at, each once for every axis of its neighbours: some seconds.
+# As many again for what stays apart.
 _MOST_VISITED = 400_000
 # The share of the budget that what one of several tasks reads and writes may take; and what
 # it takes so that the next one's can be on its way meanwhile, where that asks for no more
@@ -57,11 +59,19 @@ class Search:
     # What a function (kept for its id) becomes by being cut so.
     cut: dict[Any, tuple[FlatJaxpr, FlatJaxpr]] = field(default_factory=dict)
     visited: int = 0
+    apart: int = 0
 
-    @property
-    def is_over(self) -> bool:
-        """Whether it takes too long."""
-        return self.visited > _MOST_VISITED
+    def see(self, count: int, apart: bool) -> bool:
+        """Counts equations that are looked at; whether these are not too many."""
+        if apart:
+            self.apart += count
+        else:
+            self.visited += count
+        return not self.is_over(apart)
+
+    def is_over(self, apart: bool) -> bool:
+        """Whether it takes too long, of what stays apart or of all else."""
+        return (self.apart if apart else self.visited) > _MOST_VISITED
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +90,11 @@ class Room:
     # Primitives that are slow in loops on this platform.
     slow: frozenset[str]
     where: Where
+
+    @property
+    def most_equations(self) -> int:
+        """How many equations what is cut may become."""
+        return _MOST_EQUATIONS_APART if self.apart else _MOST_EQUATIONS
 
     def is_slow_in_blocks(self, flat: FlatJaxpr, stretch: Stretch) -> bool:
         return any(flat.equations[i].name in self.slow for i in stretch.working)
@@ -101,7 +116,7 @@ def cut_once(
         for c in choice.cuttings
         if isinstance(c, Tasks)
     )
-    if not choice.cuttings or many > MOST_EQUATIONS:
+    if not choice.cuttings or many > room.most_equations:
         return flat, ()
     how = tuple(c.key for c in choice.cuttings)
     key = id(flat), how
@@ -187,8 +202,7 @@ class _Choice:
 
     def _cut_best(self, members: Sequence[int]) -> bool:
         seeds = self._seeds(members)
-        self._search.visited += len(members) * len(seeds)
-        if self._search.is_over:
+        if not self._search.see(len(members) * len(seeds), self._room.apart):
             return True
         found = [
             (stretch, dim)
@@ -280,7 +294,8 @@ def _into_tasks(
     does, or none are."""
     flat = stretches.flat
     block = int(room.at_once * stretch.widest_bytes(flat))
-    if nbytes_of(flat, _held(stretch, room)) + block <= room.arena:
+    apiece = [held - room.where.staying for held in _held_apiece(stretches, stretch)]
+    if max(nbytes_of(flat, held) for held in apiece) + block <= room.arena:
         return None
     large = int(room.arena * _APART) if room.apart else room.arena
     between = {v for v in stretches.writer if flat.types[v].nbytes > large}
@@ -292,14 +307,19 @@ def _into_tasks(
     cut = {v for v in stretch.leaving if v in stretch.dims}
     apart = frozenset(cut & between) if room.apart else frozenset[int]()
     rows = sliced | cut
-    whole, in_parts = nbytes_of(flat, _held(stretch, room) - rows), nbytes_of(flat, rows)
-    if 2 * nbytes_of(flat, cut - left - apart) > room.arena:
+    together = max(nbytes_of(flat, held & (cut - left - apart)) for held in apiece)
+    if room.apart:  # else what is reduced may still be cut, with what combines it
+        together = max(together, _partial_bytes(flat, stretch))
+    if 2 * together > room.arena:
         return None
     if not room.is_slow_in_blocks(flat, stretch):
         block //= _MOST_BLOCKS
     most = min(stretch.length, _MOST_TASKS)
     counts = [n for n in (2**k for k in range(1, 9)) if n <= most]
-    held = {n: whole + in_parts // n for n in counts}
+    sizes = [
+        (nbytes_of(flat, held - rows), nbytes_of(flat, held & rows)) for held in apiece
+    ]
+    held = {n: max(whole + in_parts // n for whole, in_parts in sizes) for n in counts}
     needed = {n: held[n] + block // n for n in counts}
     fit = [n for n in counts if needed[n] <= room.arena * _OF_TASK]
     fit = fit or [n for n in counts if needed[n] <= room.arena]
@@ -310,7 +330,9 @@ def _into_tasks(
         return Tasks(stretch, size, held[tasks], sliced & hosted, left, apart)
     # The rest may be cut along another axis, results with it: a part of the operands stays
     # while the others' parts pass, once for each of it.
-    staying, share = nbytes_of(flat, sliced) or in_parts, room.arena * _OF_AXIS
+    whole, in_parts = (max(each) for each in zip(*sizes, strict=True))
+    operands = max(nbytes_of(flat, held & sliced) for held in apiece)
+    staying, share = operands or in_parts, room.arena * _OF_AXIS
     if room.eager:
         staying, share = in_parts, room.arena * _WITH_NEXT
     little = [n for n in counts if staying // n <= share < in_parts]
@@ -318,6 +340,30 @@ def _into_tasks(
         return None
     size = _size(stretch.length, little[0])
     return Tasks(stretch, size, room.arena + whole, sliced & hosted, left, apart)
+
+
+def _held_apiece(stretches: Stretches, stretch: Stretch) -> list[set[int]]:
+    """What must be there at once for a part of a stretch: for each piece of it that hands
+    nothing to another what it reads, and what leaves it or is reduced."""
+    equations = stretches.flat.equations
+    above = {i: i for i in stretch.equations}
+
+    def find(i: int) -> int:
+        while above[i] != i:
+            above[i] = above[above[i]]
+            i = above[i]
+        return i
+
+    for i in stretch.equations:
+        for v in equations[i].outputs:
+            for reader in stretches.readers.get(v, ()):
+                if reader in above:
+                    above[find(reader)] = find(i)
+    ends = {*stretch.entering, *stretch.leaving, *stretch.reduced}
+    held: dict[int, set[int]] = {}
+    for i in stretch.equations:
+        held.setdefault(find(i), set()).update(ends & touched(equations[i]))
+    return list(held.values())
 
 
 def _may_be_sliced(

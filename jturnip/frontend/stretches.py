@@ -17,6 +17,10 @@ from jturnip.frontend.costs import HEAVY
 from jturnip.frontend.values import Constant, Equation, FlatJaxpr
 
 
+# A stretch has so many ends at most, found one after the other.
+_MOST_ENDS = 8
+
+
 def read_by(e: Equation) -> Iterator[int]:
     """The values that an equation reads; not the numbers written in it."""
     return (v for v in e.inputs if not isinstance(v, Constant))
@@ -144,6 +148,14 @@ class Stretch:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """Value → the dimension along which it is cut; values that are not."""
+
+    dims: dict[int, int]
+    whole: set[int]
+
+
 class Stretches:
     """Finds the stretches of one function."""
 
@@ -227,40 +239,85 @@ class Stretches:
         return found
 
     def along(self, members: Sequence[int], value: int, dim: int) -> Stretch | None:
-        """The stretch among `members` along a dimension of a value, if there is one."""
-        dims = self._spread(members, value, dim)
-        labels = {i: self._label(i, dims) for i in members}
-        working = {i: label for i, label in labels.items() if label is not None}
-        if not working:
-            return None
-        equations = self.between(working)
-        cut = {v for i in working for v in self.flat.equations[i].outputs if v in dims}
-        for i in equations:
-            e = self.flat.equations[i]
-            if i in working:
-                continue
-            if e.effects or e.driven or not cut.isdisjoint(read_by(e)):
-                return None
-        return self._found(equations, working, {v: dims[v] for v in cut})
+        """The stretch among `members` along a dimension of a value, if there is one.
 
-    def _spread(self, members: Sequence[int], value: int, dim: int) -> dict[int, int]:
-        """Value → dimension, from one to all that `members` connect with it."""
-        dims = {value: dim}
-        agenda = [value]
+        An equation that reads the value along two axes, or needs all of it, ends the
+        stretch: what is before it, or what is after it, is left out.
+        """
+        for _ in range(_MOST_ENDS):
+            cut = self._spread(members, value, dim)
+            labels = {i: self._label(i, cut) for i in members}
+            working = {i: label for i, label in labels.items() if label is not None}
+            if not working:
+                return None
+            equations = self.between(working)
+            dims = {
+                v: cut.dims[v]
+                for i in working
+                for v in self.flat.equations[i].outputs
+                if v in cut.dims
+            }
+            ends = [i for i in equations if i not in working and self._ends(i, dims)]
+            if not ends:
+                return self._found(equations, working, dims)
+            members = self._one_side(members, ends, value)
+        return None
+
+    def _ends(self, i: int, cut: Collection[int]) -> bool:
+        """Whether an equation that is not done in parts cannot stand in a stretch."""
+        e = self.flat.equations[i]
+        return e.effects or e.driven or any(v in cut for v in read_by(e))
+
+    def _one_side(
+        self, members: Sequence[int], ends: Sequence[int], value: int
+    ) -> list[int]:
+        """Those of `members` that are on one side of all `ends`: that which writes more,
+        if the value is there."""
+        equations = self.flat.equations
+        after, before = set(ends), set(ends)
+        for i in range(min(ends), max(members) + 1):
+            if any(self.writer.get(v) in after for v in read_by(equations[i])):
+                after.add(i)
+        for i in range(max(ends), min(members) - 1, -1):
+            readers = (self.readers.get(v, ()) for v in equations[i].outputs)
+            if any(r in before for r in itertools.chain(*readers)):
+                before.add(i)
+        sides = [[i for i in members if i not in gone] for gone in (after, before)]
+        there = [
+            side
+            for side in sides
+            if any(value in (*read_by(equations[i]), *equations[i].outputs) for i in side)
+        ]
+        return max(there, key=self._written_bytes, default=[])
+
+    def _written_bytes(self, members: Sequence[int]) -> int:
+        types = self.flat.types
+        return sum(types[v].nbytes for i in members for v in self.flat.equations[i].outputs)
+
+    def _spread(self, members: Sequence[int], value: int, dim: int) -> "_Cut":
+        """Where all values are cut that `members` connect with one, the largest first: what
+        is read whole beside them is not cut."""
+        types = self.flat.types
+        cut = _Cut({value: dim}, set())
+        agenda = [(-types[value].nbytes, value)]
         inside = set(members)
         while agenda:
-            v = agenda.pop()
+            _, v = heapq.heappop(agenda)
             for i in (self.writer.get(v), *self.readers.get(v, ())):
-                label = self._label(i, dims) if i in inside else None
+                label = self._label(i, cut) if i in inside else None
                 if label is None:
                     continue
                 assert i is not None
-                for other, found in self._labelled(i, label):
+                for other, labels in self._sides(i):
                     # What enters may be cut otherwise by another reader.
-                    if self.writer.get(other) in inside and other not in dims:
-                        dims[other] = found
-                        agenda.append(other)
-        return dims
+                    if self.writer.get(other) not in inside or other in cut.dims:
+                        continue
+                    if label not in labels:
+                        cut.whole.add(other)
+                    elif other not in cut.whole:
+                        cut.dims[other] = labels.index(label)
+                        heapq.heappush(agenda, (-types[other].nbytes, other))
+        return cut
 
     def _sides(self, i: int) -> Iterator[tuple[int, tuple[int | None, ...]]]:
         """The values that an equation reads and writes, with their labels."""
@@ -275,15 +332,19 @@ class Stretches:
         """Values with a label, and where they have it."""
         return ((v, each.index(label)) for v, each in self._sides(i) if label in each)
 
-    def _label(self, i: int, dims: Mapping[int, int]) -> int | None:
+    def _label(self, i: int, cut: "_Cut") -> int | None:
         """The label along which an equation is cut, if it is and can be."""
         if self._rules[i] is None:
             return None
+        dims = cut.dims
         found = {each[dims[v]] for v, each in self._sides(i) if v in dims}
         label = found.pop() if len(found) == 1 else None
         if label is None:
             return None
-        agree = all(dims.get(v, dim) == dim for v, dim in self._labelled(i, label))
+        agree = all(
+            dims.get(v, dim) == dim and v not in cut.whole
+            for v, dim in self._labelled(i, label)
+        )
         return label if agree else None
 
     def between(self, working: Collection[int]) -> tuple[int, ...]:

@@ -25,9 +25,10 @@ _TIMES = 3
 
 
 # Where a function that is cut moves more than so many times what goes in and comes out, so
-# many ways to cut it are planned.
+# many ways to cut it are planned, while together they have no more tasks than so many.
 _MUCH = 4
 _SOME_WAYS = 4
+_SOME_TASKS = 1000
 
 
 def make_program(
@@ -208,7 +209,9 @@ def _cut_along_axes(
                 if refusal is None or error.needed_bytes < refusal.needed_bytes:
                     refusal = error.with_traceback(None)
                 continue
-            if _moves_little(found[-1].plan, flat) or len(found) == _SOME_WAYS:
+            tasks = sum(len(made.split.graph.tasks) for made in found)
+            enough = len(found) == _SOME_WAYS or tasks > _SOME_TASKS
+            if enough or _moves_little(found[-1].plan, flat):
                 break
     if found:
         return min(found, key=lambda made: made.plan.predicted_seconds)

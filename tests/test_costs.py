@@ -20,7 +20,8 @@ import jturnip
 from jturnip import compat, memory
 from jturnip.compiler import executables
 from jturnip.frontend.flatten import flatten
-from jturnip.frontend.partition import Partitioner, _Segment
+from jturnip.frontend.memory_model import Segment
+from jturnip.frontend.partition import Partitioner
 from jturnip.programs.devices import rates
 
 
@@ -279,7 +280,7 @@ def test_joining_small_tasks_looks_at_each_equation_a_few_times(
         return x
 
     looked = 0
-    grow = _Segment.grow
+    grow = Segment.grow
 
     def counting(self: Any, end: int) -> None:
         nonlocal looked
@@ -288,7 +289,7 @@ def test_joining_small_tasks_looks_at_each_equation_a_few_times(
 
     flat = flatten(jax.jit(fn).trace(jax.ShapeDtypeStruct((8, 8), jnp.float32)).jaxpr)
     partitioner = Partitioner(flat, rates(jax.devices()[0]))
-    monkeypatch.setattr(_Segment, "grow", counting)
+    monkeypatch.setattr(Segment, "grow", counting)
     assert len(partitioner.partition(1 << 20)) == 1
     assert looked <= 5 * len(flat.equations)
 
@@ -306,10 +307,10 @@ def test_what_a_growing_segment_holds_is_what_it_holds_made_at_once():
     partitioner = Partitioner(flat, rates(jax.devices()[0]))
     end = len(partitioner._order)
     for begin in range(0, end, 3):
-        growing = _Segment(partitioner, begin)
+        growing = Segment(partitioner._model, begin, begin)
         for upto in range(begin + 1, end + 1):
             growing.grow(upto)
-            at_once = partitioner._segment(begin, upto)
+            at_once = Segment(partitioner._model, begin, upto)
             assert (growing.held, growing.crossing) == (at_once.held, at_once.crossing)
 
 

@@ -132,6 +132,18 @@ def _that_works(rule: Rule | None, works: Callable[[Rule, int], bool]) -> Rule |
     return _without(rule, bad)
 
 
+def _along_windows(e: Equation, rule: Rule) -> set[int]:
+    """Labels along which windows slide. For Shardy parts may be cut along those, which then
+    exchange what is at their borders; ours cannot."""
+    if e.name != "conv_general_dilated":
+        return set()
+    numbers = e.origin.params["dimension_numbers"]
+    specs = (numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec)
+    sides = (*rule.operands, *rule.results)
+    along = (each[d] for spec, each in zip(specs, sides, strict=True) for d in spec[2:])
+    return {x for x in along if x is not None}
+
+
 def _without(rule: Rule, bad: Collection[int]) -> Rule | None:
     without = lambda each: tuple(None if x in bad else x for x in each)
     rule = Rule(
@@ -291,6 +303,7 @@ class _Reader:
         else:
             combined = set()
         bad = missing - combined
+        bad |= _along_windows(e, Rule(operands, outputs, frozenset()))
         # What is cut in one result must be so in all.
         bad |= {x for x in written if any(x not in each for each in outputs)}
 

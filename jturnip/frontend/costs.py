@@ -5,8 +5,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from jturnip.frontend.values import Type
-
 
 @dataclass(frozen=True, slots=True)
 class DeviceRates:
@@ -78,37 +76,3 @@ def equation_count(closed: Any) -> int:
     """Equations of a jaxpr and of all that it calls."""
     eqns = getattr(closed, "jaxpr", closed).eqns
     return sum(1 + sum(map(equation_count, nested(e))) for e in eqns)
-
-
-def inner_bytes(eqn: Any) -> int:
-    """Temporary bytes of the largest jaxpr that an equation calls."""
-    return max(map(temporary_bytes, nested(eqn)), default=0)
-
-
-def temporary_bytes(closed: Any) -> int:
-    """Bytes that a jaxpr holds at once of what heavy equations in it write and read.
-
-    The rest is fused: it is never written down. What enters and leaves is not counted.
-    """
-    jaxpr = getattr(closed, "jaxpr", closed)
-    outside = {id(v) for v in (*jaxpr.invars, *jaxpr.constvars, *jaxpr.outvars)}
-    last: dict[int, int] = {}
-    written: dict[int, list[Any]] = {}
-    heavy: set[int] = set()
-    for at, eqn in enumerate(jaxpr.eqns):
-        variables = [v for v in eqn.invars if not hasattr(v, "val")]
-        last.update((id(v), at) for v in variables)
-        written[at] = list(eqn.outvars)
-        if eqn.primitive.name in HEAVY or any(True for _ in nested(eqn)):
-            heavy.update(map(id, (*variables, *eqn.outvars)))
-    alive = most = 0
-    ending: dict[int, int] = {}
-    for at, eqn in enumerate(jaxpr.eqns):
-        for v in written[at]:
-            if id(v) in heavy and id(v) not in outside and id(v) in last:
-                nbytes = Type.of(v.aval).nbytes
-                alive += nbytes
-                ending[last[id(v)]] = ending.get(last[id(v)], 0) + nbytes
-        most = max(most, alive + inner_bytes(eqn))
-        alive -= ending.pop(at, 0)
-    return most

@@ -14,6 +14,7 @@ from typing import Any
 
 from jturnip.frontend import costs
 from jturnip.frontend.costs import DeviceRates
+from jturnip.frontend.memory_model import inner_bytes, temporary_bytes
 from jturnip.frontend.values import FlatJaxpr, Type
 
 
@@ -112,7 +113,7 @@ def is_driven(eqn: Any, streaming: Streaming) -> bool:
     if eqn.primitive.name not in ("while", "cond"):
         return False
     sizes = [Type.of(v.aval).nbytes for v in (*eqn.invars, *eqn.outvars)]
-    return sum(sizes) + costs.inner_bytes(eqn) > streaming.drive
+    return sum(sizes) + inner_bytes(eqn) > streaming.drive
 
 
 def _iterations_per_part(eqn: Any, streaming: Streaming) -> int | None:
@@ -122,7 +123,7 @@ def _iterations_per_part(eqn: Any, streaming: Streaming) -> int | None:
     consts, carry, _ = scan_counts(eqn)
     sizes = [Type.of(v.aval).nbytes for v in eqn.invars]
     results = [Type.of(v.aval).nbytes for v in eqn.outvars]
-    inner = costs.temporary_bytes(body)
+    inner = temporary_bytes(body)
     stacked = sum(sizes[consts + carry :]) + sum(results[carry:])
     fixed = sum(sizes[: consts + carry]) + sum(results[:carry]) + inner
     if length < 2 or fixed + stacked <= streaming.largest:

@@ -18,10 +18,8 @@ import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from jturnip.frontend import costs
 from jturnip.frontend.costs import HEAVY, DeviceRates
+from jturnip.frontend.memory_model import Model, Segment
 from jturnip.frontend.order import order_equations
 from jturnip.frontend.values import FlatJaxpr
 
@@ -84,15 +82,8 @@ class Partitioner:
             if e not in self._repeated:
                 self._order.append(e)
         self._position = {e: at for at, e in enumerate(self._order)}
-        self._last_use = self._find_last_uses()
-        # Values that XLA must keep in memory even inside a task.
-        self._written_down = frozenset(
-            v
-            for e, equation in enumerate(flat.equations)
-            if equation.name in HEAVY
-            for v in (*equation.outputs, *self._reads[e])
-        )
-        self._flops = [costs.flops(e.origin) for e in flat.equations]
+        self._model = Model(flat, self._order, self._reads)
+        self._last_use = self._model.last_use
 
     # -- equations that readers repeat -------------------------------------------------
 
@@ -164,16 +155,6 @@ class Partitioner:
             glued.append(follows and equation.name in _LAYOUT and len(self._reads[e]) == 1)
         return glued
 
-    def _find_last_uses(self) -> dict[int, int]:
-        """The last position that reads each value; results are read at the end."""
-        last: dict[int, int] = {}
-        for at, e in enumerate(self._order):
-            for v in self._reads[e]:
-                last[v] = at
-        for v in self._results:
-            last[v] = len(self._order)
-        return last
-
     # -- cutting -----------------------------------------------------------------------
 
     def partition(self, largest: int) -> list[Group]:
@@ -183,18 +164,8 @@ class Partitioner:
         return self._groups(list(pieces))
 
     def least_bytes(self, staying: Collection[int] = ()) -> int:
-        """Bytes of what the largest heavy equation reads and writes: no cut needs less.
-
-        What only cheap equations write, fusion may never write down. Values that are
-        `staying` on the device anyway are not counted.
-        """
-        most = 0
-        for e, equation in enumerate(self._flat.equations):
-            if equation.name in HEAVY:
-                written = (v for v in equation.outputs if v in self._last_use)
-                values = {*self._reads[e], *written}.difference(staying)
-                most = max(most, sum(self._nbytes[v] for v in values))
-        return most
+        """What no cut needs less than, by estimate (`memory_model.Model.least_bytes`)."""
+        return self._model.least_bytes(staying)
 
     def refine(self, groups: Sequence[Group], too_large: frozenset[int]) -> list[Group]:
         """Cuts the groups at these indices in two, where they can be cut."""
@@ -243,10 +214,10 @@ class Partitioner:
     ) -> list[tuple[int, int]]:
         """Joins neighbours of which one is too small for a launch of its own."""
         joined: list[tuple[int, int]] = []
-        before: _Segment | None = None
+        before: Segment | None = None
         small_before = False
         for begin, end in segments:
-            own = self._segment(begin, end)
+            own = Segment(self._model, begin, end)
             small = self._is_small(own)
             if before is not None and (small or small_before):
                 before.grow(end)
@@ -258,17 +229,12 @@ class Partitioner:
             before, small_before = own, small
         return joined
 
-    def _segment(self, begin: int, end: int) -> "_Segment":
-        segment = _Segment(self, begin)
-        segment.grow(end)
-        return segment
-
-    def _is_small(self, segment: "_Segment") -> bool:
+    def _is_small(self, segment: Segment) -> bool:
         seconds = self._rates.seconds(segment.flops, segment.crossing)
         return seconds < self._rates.launch_seconds
 
     def _held(self, segment: tuple[int, int]) -> int:
-        return self._segment(*segment).held
+        return Segment(self._model, *segment).held
 
     def _split(self, segment: tuple[int, int], largest: int) -> list[tuple[int, int]]:
         """Cuts a segment until every piece holds little enough, or is one equation.
@@ -319,69 +285,6 @@ class Partitioner:
                 ]
             groups.append(Group(tuple(equations), tuple(entering), tuple(leaving)))
         return groups
-
-
-class _Segment:
-    """What a run of equations holds, kept while it grows at its end.
-
-    Invariant: `_alive[k]` is what is alive at position `begin + k` of the values that XLA
-    writes down and that are written and used up inside; `_ending` has, by the position of
-    their last use, the values written inside that are still to be used.
-    """
-
-    def __init__(self, of: Partitioner, begin: int):
-        self.begin = begin
-        self.flops = 0.0
-        self._of = of
-        self._end = begin
-        self._inside: set[int] = set()
-        self._entering: set[int] = set()
-        self._crossing_in = self._crossing_out = 0
-        self._ending: dict[int, list[tuple[int, int]]] = {}
-        self._alive = np.zeros(16, np.int64)
-        self._most = 0
-
-    @property
-    def crossing(self) -> int:
-        """Bytes of what enters and leaves it."""
-        return self._crossing_in + self._crossing_out
-
-    @property
-    def held(self) -> int:
-        """Bytes it holds at once, by estimate: what enters and leaves it, and the most that
-        is alive inside it of what heavy equations write or read. The rest is fused: it is
-        never written down."""
-        return self.crossing + self._most
-
-    def grow(self, end: int) -> None:
-        """Takes in the positions up to `end`."""
-        of = self._of
-        nbytes, last_use = of._nbytes, of._last_use
-        while end - self.begin > len(self._alive):
-            self._alive = np.concatenate([self._alive, np.zeros_like(self._alive)])
-        for at in range(self._end, end):
-            e = of._order[at]
-            self.flops += of._flops[e]
-            for v in of._reads[e]:
-                if v not in self._inside and v not in self._entering:
-                    self._entering.add(v)
-                    self._crossing_in += nbytes[v]
-            for v in of._flat.equations[e].outputs:
-                self._inside.add(v)
-                last = last_use.get(v, -1)
-                if last > at:
-                    self._crossing_out += nbytes[v]
-                    self._ending.setdefault(last, []).append((at, v))
-            for start, v in self._ending.pop(at, ()):
-                self._crossing_out -= nbytes[v]
-                if v in of._written_down:
-                    self._lived(start, at, nbytes[v])
-        self._end = end
-
-    def _lived(self, start: int, last: int, nbytes: int) -> None:
-        alive = self._alive[start - self.begin : last + 1 - self.begin]
-        alive += nbytes
-        self._most = max(self._most, int(alive.max()))
 
 
 def _between(ordered: Sequence[int], lowest: int, highest: int) -> Sequence[int]:

@@ -187,7 +187,11 @@ def works(e: Equation, flat: FlatJaxpr, rule: Rule, label: int) -> bool:
         cut(results[0], rule.results[0]),
     )
     try:
-        on_part(e, of_operands, shapes, along)
+        made = on_part(e, of_operands, shapes, along)
+        if label in rule.reduced:
+            partial = Type.of(made.jaxpr.outvars[0].aval)
+            combining(e.name, partial, partial)
+            _nothing(e.name, partial.shape, partial.dtype)
     except Exception:  # whatever a primitive says of what it was not made for
         return False
     return True

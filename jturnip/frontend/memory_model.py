@@ -1,0 +1,154 @@
+"""What equations hold at once when they are one executable: the bytes XLA writes down.
+
+What enters and leaves is written down, and so is what a heavy equation (`costs.HEAVY`)
+reads or writes. The rest is fused: it is never in memory. A loop or a branch holds what its
+largest body does. How near this is to XLA's own analysis is in docs/memory-model.md; it
+orders the work, and refuses nothing.
+"""
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+
+from jturnip.frontend import costs
+from jturnip.frontend.costs import HEAVY, nested
+from jturnip.frontend.values import FlatJaxpr, Type
+
+
+def temporary_bytes(closed: Any) -> int:
+    """Bytes that a jaxpr holds at once beside what enters and leaves it."""
+    jaxpr = getattr(closed, "jaxpr", closed)
+    outside = {id(v) for v in (*jaxpr.invars, *jaxpr.constvars, *jaxpr.outvars)}
+    last: dict[int, int] = {}
+    heavy: set[int] = set()
+    for at, eqn in enumerate(jaxpr.eqns):
+        variables = [v for v in eqn.invars if not hasattr(v, "val")]
+        last.update((id(v), at) for v in variables)
+        if eqn.primitive.name in HEAVY or any(True for _ in nested(eqn)):
+            heavy.update(map(id, (*variables, *eqn.outvars)))
+    alive = most = 0
+    ending: dict[int, int] = {}
+    for at, eqn in enumerate(jaxpr.eqns):
+        for v in eqn.outvars:
+            if id(v) in heavy and id(v) not in outside and id(v) in last:
+                nbytes = Type.of(v.aval).nbytes
+                alive += nbytes
+                ending[last[id(v)]] = ending.get(last[id(v)], 0) + nbytes
+        most = max(most, alive + inner_bytes(eqn))
+        alive -= ending.pop(at, 0)
+    return most
+
+
+def inner_bytes(eqn: Any) -> int:
+    """Temporary bytes of the largest jaxpr that an equation calls."""
+    return max(map(temporary_bytes, nested(eqn)), default=0)
+
+
+class Model:
+    """What it takes to know what any run of a function's equations holds."""
+
+    def __init__(
+        self, flat: FlatJaxpr, order: Sequence[int], reads: Sequence[Sequence[int]]
+    ):
+        """Of a function.
+
+        Args:
+          flat: the function.
+          order: its equations, but those that readers repeat.
+          reads: for every equation what it really reads, through what it repeats.
+        """
+        self.flat = flat
+        self.order = order
+        self.reads = reads
+        self.nbytes = [t.nbytes for t in flat.types]
+        self.flops = [costs.flops(e.origin) for e in flat.equations]
+        self.inner = [inner_bytes(e.origin) for e in flat.equations]
+        # Values that XLA must keep in memory even inside a task.
+        self.written_down = frozenset(
+            v
+            for e, equation in enumerate(flat.equations)
+            if equation.name in HEAVY
+            for v in (*equation.outputs, *reads[e])
+        )
+        # The last position in the order that reads each value; results are read at the end.
+        self.last_use = {v: at for at, e in enumerate(order) for v in reads[e]}
+        self.last_use.update(dict.fromkeys(flat.result_values, len(order)))
+
+    def least_bytes(self, staying: Collection[int] = ()) -> int:
+        """Bytes of what the largest heavy equation reads and writes: no cut needs less.
+
+        Values that are `staying` on the device anyway are not counted.
+        """
+        most = 0
+        for e, equation in enumerate(self.flat.equations):
+            if equation.name in HEAVY:
+                written = (v for v in equation.outputs if v in self.last_use)
+                values = {*self.reads[e], *written}.difference(staying)
+                most = max(most, sum(self.nbytes[v] for v in values))
+        return most
+
+
+class Segment:
+    """What a run of equations holds, kept while it grows at its end.
+
+    Invariant: `_alive[k]` is what is alive at position `begin + k` of the values that XLA
+    writes down and that are written and used up inside; `_ending` has, by the position of
+    their last use, the values written inside that are still to be used.
+    """
+
+    def __init__(self, model: Model, begin: int, end: int):
+        self.begin = begin
+        self.flops = 0.0
+        self._model = model
+        self._end = begin
+        self._inside: set[int] = set()
+        self._entering: set[int] = set()
+        self._crossing_in = self._crossing_out = 0
+        self._ending: dict[int, list[tuple[int, int]]] = {}
+        self._alive = np.zeros(16, np.int64)
+        self._most = 0
+        self.grow(end)
+
+    @property
+    def crossing(self) -> int:
+        """Bytes of what enters and leaves it."""
+        return self._crossing_in + self._crossing_out
+
+    @property
+    def held(self) -> int:
+        """Bytes it holds at once: what enters and leaves it, and the most that is alive of
+        what is written down inside."""
+        return self.crossing + self._most
+
+    def grow(self, end: int) -> None:
+        """Takes in the positions up to `end`."""
+        model = self._model
+        nbytes, last_use = model.nbytes, model.last_use
+        while end - self.begin > len(self._alive):
+            self._alive = np.concatenate([self._alive, np.zeros_like(self._alive)])
+        for at in range(self._end, end):
+            e = model.order[at]
+            self.flops += model.flops[e]
+            for v in model.reads[e]:
+                if v not in self._inside and v not in self._entering:
+                    self._entering.add(v)
+                    self._crossing_in += nbytes[v]
+            for v in model.flat.equations[e].outputs:
+                self._inside.add(v)
+                last = last_use.get(v, -1)
+                if last > at:
+                    self._crossing_out += nbytes[v]
+                    self._ending.setdefault(last, []).append((at, v))
+            for start, v in self._ending.pop(at, ()):
+                self._crossing_out -= nbytes[v]
+                if v in model.written_down:
+                    self._lived(start, at, nbytes[v])
+            if model.inner[e]:
+                self._lived(at, at, model.inner[e])
+        self._end = end
+
+    def _lived(self, start: int, last: int, nbytes: int) -> None:
+        alive = self._alive[start - self.begin : last + 1 - self.begin]
+        alive += nbytes
+        self._most = max(self._most, int(alive.max()))

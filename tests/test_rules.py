@@ -1,0 +1,192 @@
+"""The rules of equations' axes, held against the equations: done part by part and put
+together, or combined, each gives what it gives at once."""
+
+import collections
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import large_intermediates
+import numpy as np
+import pytest
+
+from jturnip.frontend import axes, parts
+from jturnip.frontend.axes import Rule
+from jturnip.frontend.flatten import flatten
+from jturnip.frontend.stretches import Along
+from jturnip.frontend.values import Constant, Equation, FlatJaxpr, Type
+from tests.conformance.registry import Case, programs
+
+
+# Equations of one primitive that are looked at, of the small programs.
+_APIECE = 3
+_SMALL = ("arrays", "numerics", "neural networks")
+
+
+class Checked:
+    """Looks at each distinct equation of functions once."""
+
+    def __init__(self, apiece: int | None = None):
+        self.labels = 0
+        self._known = axes.Known()
+        self._seen: set[Any] = set()
+        self._apiece = apiece
+        self._times: collections.Counter[str] = collections.Counter()
+
+    def function(self, fn: Callable[..., Any], args: Any) -> None:
+        """All equations that have a rule, with the operands they have in a function."""
+        flat = flatten(jax.jit(fn).trace(*args).jaxpr)
+        if len(jax.tree.leaves(args)) != len(flat.inputs):
+            return
+        of_equation = axes.rules(flat, parts.works, self._known)
+        values = dict(
+            zip(flat.inputs, map(jnp.asarray, jax.tree.leaves(args)), strict=True)
+        )
+        values.update((v, jnp.asarray(array)) for v, array in flat.constants)
+        for e, rule in zip(flat.equations, of_equation, strict=True):
+            if e.effects:
+                return
+            read = [v.value if isinstance(v, Constant) else values[v] for v in e.inputs]
+            results = list(e.bind(read))
+            values.update(zip(e.outputs, results, strict=True))
+            if rule is not None and self._is_new(e, flat):
+                self._equation(flat, e, rule, read, results)
+
+    def _is_new(self, e: Equation, flat: FlatJaxpr) -> bool:
+        key = axes._key(e, flat)
+        if key in self._seen or self._times[e.name] == self._apiece:
+            return False
+        self._seen.add(key)
+        self._times[e.name] += 1
+        return True
+
+    def _equation(
+        self,
+        flat: FlatJaxpr,
+        e: Equation,
+        rule: Rule,
+        read: Sequence[Any],
+        results: Sequence[Any],
+    ) -> None:
+        types = flat.operand_types(e)
+        written = [flat.types[v] for v in e.outputs]
+        labels = {x for each in (*rule.operands, *rule.results) for x in each}
+        for label in labels - {None}:
+            assert label is not None
+            found = in_two(e, rule, label, types, written, read)
+            for got, want in zip(found, results, strict=True):
+                assert_near(got, want, f"{e.name} {types} along {label} of {rule}")
+            self.labels += 1
+
+
+def in_two(
+    e: Equation,
+    rule: Rule,
+    label: int,
+    types: Sequence[Type],
+    written: Sequence[Type],
+    read: Sequence[Any],
+) -> list[Any]:
+    """What an equation gives if it is done in two parts along a label."""
+    dim = lambda labels: labels.index(label) if label in labels else None
+    sides = [
+        *zip(types, rule.operands, strict=True),
+        *zip(written, rule.results, strict=True),
+    ]
+    length = math.gcd(*(t.shape[d] for t, x in sides if (d := dim(x)) is not None))
+
+    def cut(t: Type, labels: Any) -> tuple[int, int] | None:
+        d = dim(labels)
+        return None if d is None else (d, t.shape[d] // length)
+
+    of_operands = [cut(*side) for side in zip(types, rule.operands, strict=True)]
+    of_results = [cut(*side) for side in zip(written, rule.results, strict=True)]
+    along = Along(tuple(of_operands), of_results[0])
+    made = []
+    size = -(-length // 2)
+    for low in range(0, length, size):
+        count = min(size, length - low)
+        pieces = [
+            array
+            if c is None
+            else jax.lax.slice_in_dim(array, low * c[1], (low + count) * c[1], axis=c[0])
+            for array, c in zip(read, of_operands, strict=True)
+        ]
+        shapes = [
+            t.shape if c is None else t.part(c[0], count * c[1]).shape
+            for t, c in zip(written, of_results, strict=True)
+        ]
+        made.append(parts._apply(e, pieces, shapes, along, jnp.int32(low)))
+    if label in rule.reduced:
+        total = made[0][0]
+        for (part,) in made[1:]:
+            total = parts.combined(e.name, total, part)
+        return [total]
+    return [
+        jnp.concatenate([each[k] for each in made], c[0])
+        for k, c in enumerate(of_results)
+        if c is not None
+    ]
+
+
+def assert_near(got: Any, want: Any, what: str) -> None:
+    if jnp.issubdtype(want.dtype, jax.dtypes.extended):
+        got, want = jax.random.key_data(got), jax.random.key_data(want)
+    # Sums in another order, of numbers with as few as eight bits.
+    of = np.finfo(np.float32) if want.dtype.itemsize >= 4 else jnp.finfo(jnp.bfloat16)
+    kind = np.complex128 if jnp.iscomplexobj(want) else np.float64
+    got, want = np.asarray(got).astype(kind), np.asarray(want).astype(kind)
+    largest = np.max(np.abs(want), where=np.isfinite(want), initial=1.0)
+    np.testing.assert_allclose(got, want, rtol=0, atol=512 * of.eps * largest, err_msg=what)
+
+
+def small_programs(areas: Sequence[str] | None = None) -> Iterator[Any]:
+    for program in programs():
+        if program.known or program.raises or program.area in ("failures", "effects"):
+            continue
+        if areas is None or program.area in areas:
+            with program.context():
+                built = program.build()
+                if isinstance(built, Case) and not built.keywords:
+                    yield built
+
+
+def test_parts_are_what_the_rules_say():
+    checked = Checked(_APIECE)
+    for case in small_programs(_SMALL):
+        checked.function(case.fn, case.args)
+    assert checked.labels > 200
+
+
+@pytest.mark.slow
+def test_parts_are_what_the_rules_say_in_all_programs():
+    checked = Checked()
+    for case in small_programs():
+        checked.function(case.fn, case.args)
+    for case in large_intermediates.CASES.values():
+        checked.function(case.fn, case.make())
+    assert checked.labels > 2000
+
+
+def test_windows_are_not_cut():
+    """Gradients of a convolution's weights slide one operand over the other."""
+
+    def fn(x: Any, g: Any) -> Any:
+        conv = lambda w: jax.lax.conv_general_dilated(x, w, (1, 1), "SAME")
+        return jax.vjp(conv, jnp.zeros((4, 3, 3, 3)))[1](g)[0]
+
+    random = np.random.default_rng(0)
+    args = tuple(random.normal(size=(2, n, 8, 8)).astype(np.float32) for n in (3, 4))
+    checked = Checked()
+    checked.function(fn, args)
+    assert checked.labels > 0
+
+
+def test_what_cannot_be_combined_is_not_cut():
+    """A product of truth values is an `or` of `and`s, and nothing adds those."""
+    x = jnp.ones((8, 8), bool)
+    checked = Checked()
+    checked.function(lambda x: jax.lax.dot(x, x), (x,))
+    assert checked.labels == 2

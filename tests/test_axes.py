@@ -269,6 +269,40 @@ def test_intermediates_larger_than_the_budget_stay_in_parts(share: float):
     np.testing.assert_array_equal(found, jax.jit(fn)(x))
 
 
+def test_a_value_may_be_used_along_two_axes():
+    """Both factors of the product are made of one value, which is larger than the budget:
+    along the rows of the one, the other is needed whole."""
+
+    def fn(x: Any, w: Any) -> Any:
+        left, right = jnp.tanh(x @ w[0]), jnp.tanh(x @ w[1])
+        return x + jnp.einsum("ikc,jkc->ijc", left, right) @ w[2]
+
+    x, w = numbers(48, 48, 16), numbers(3, 16, 16)
+    gpu_bytes = x.nbytes
+    f = jturnip.jit(fn, gpu_bytes)
+    found = f(*jturnip.host((x, w)))
+    assert f.last_run.peak_bytes <= gpu_bytes
+    assert_same(found, jax.jit(fn)(x, w), ulps=64)
+
+
+def test_a_triangle_attention_is_cut_along_its_rows():
+    """Its bias is made of what its queries are made of, along another axis."""
+
+    def fn(x: Any, w: Any) -> Any:
+        x = x - x.mean(-1, keepdims=True)
+        query, key, value = (x @ each for each in w)
+        bias = jnp.einsum("jkc,c->jk", x, w[0, 0])
+        scores = jnp.einsum("ijc,ikc->ijk", query, key) + bias
+        return jnp.einsum("ijk,ikc->ijc", jax.nn.softmax(scores), value)
+
+    x, w = numbers(48, 48, 8), numbers(3, 8, 8)
+    gpu_bytes = 2 * x.nbytes  # a third of the scores
+    f = jturnip.jit(fn, gpu_bytes)
+    found = f(*jturnip.host((x, w)))
+    assert f.last_run.peak_bytes <= gpu_bytes
+    assert_same(found, jax.jit(fn)(x, w), ulps=64)
+
+
 @pytest.mark.slow
 def test_of_several_ways_that_fit_not_the_one_that_moves_most():
     """The first that fits carries what is between to the host and back a thousand times

@@ -20,7 +20,7 @@ from jturnip.demo import peak_bytes
 from jturnip.frontend.flatten import flatten
 from jturnip.frontend.memory_model import Segment
 from jturnip.frontend.partition import Partitioner
-from jturnip.models import llama, pair, training
+from jturnip.models import llama, pair
 from jturnip.programs.devices import rates
 from tests import large_intermediates
 from tests.conformance.registry import Case, programs
@@ -29,19 +29,21 @@ from tests.conformance.registry import Case, programs
 PAGE = Path(__file__).parents[1] / "docs" / "memory-model.md"
 _HEAD = """# What is written down
 
-Written by `python -m tests.memory_model`, once under each version of jax, on the CPU backend.
+Written by `python -m tests.memory_model`, under each version of jax, on the CPU backend.
 
-Where tasks are drawn together, and to decide what is cut first, jturnip predicts what XLA will hold
-of some equations: what enters and leaves, and what a product, a sort or another heavy equation reads
-or writes; the rest is taken to be fused (`jturnip/frontend/memory_model.py`). Here that prediction for
-whole functions is held against XLA's own analysis of them: predicted bytes over XLA's, at the lowest,
-the 10th, 50th and 90th percentile and at the highest, and the share of functions that are predicted
+Where tasks are drawn together, and to decide what is cut first, jturnip predicts what XLA
+will hold of some equations: what enters and leaves, and what a product, a sort or another
+heavy equation reads or writes; the rest is taken to be fused
+(`jturnip/frontend/memory_model.py`). Here that prediction for whole functions is held
+against XLA's own analysis of them: predicted bytes over XLA's, at the lowest, the 10th,
+50th and 90th percentile and at the highest, and the share of functions that are predicted
 within a quarter.
 
-What is far off is so for a reason. Too low: the CPU's XLA writes masks and one-hot codes down in front
-of a reduction (a GPU's fuses them), and converts 16-bit numbers to 32. Too high: XLA turns the
-product of a chain around. The prediction orders the work and refuses nothing: what is compiled is
-asked itself.
+What is far off is so for a reason. Too low: the CPU's XLA writes masks and one-hot codes
+down in front of a reduction, which a GPU's fuses, and widens 16-bit numbers. Too high: it
+makes the operand of a narrow product inside the product, so that a kernel matrix times a
+few columns is never written down. The prediction orders the work and refuses nothing: what
+is compiled is asked itself.
 
 | jax | functions | number | lowest | 10% | 50% | 90% | highest | within a quarter |
 | --- | --- | --- | --- | --- | --- | --- | --- | --- |

@@ -12,6 +12,8 @@ from jturnip.graph.taskgraph import Place
 from jturnip.planner.planner import plan, smallest_budget
 from jturnip.planner.strategies import STRATEGIES
 from jturnip.planner.verify import peak_bytes, verify
+from jturnip.runtime.schedule import Link, schedule
+from jturnip.runtime.simulated import simulate
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -79,6 +81,27 @@ def test_nothing_moves_when_everything_fits():
         (x,) = g.task([x], 1000)
     memgraph = plan(g.build(outputs=[x]), 1 << 20)
     assert not any(op.kind in (OpKind.OFFLOAD, OpKind.RELOAD) for op in memgraph.ops)
+
+
+def test_ahead_the_next_operand_comes_while_a_task_runs():
+    """Columns come round for every block of rows. The furthest next use is that of the one
+    just used; so the next would always take its place, and wait for it."""
+    builder = GraphBuilder()
+    blocks = [builder.input(4096) for _ in range(3)]
+    columns = [builder.input(1024) for _ in range(8)]
+    outputs = [
+        builder.task([block, column], 256, seconds=1.0)[0]
+        for block in blocks
+        for column in columns
+    ]
+    graph = builder.build(outputs, end_on_host=outputs)
+    link = Link(1024.0, 1024.0)
+    seconds = {}
+    for strategy in ("turnip", "ahead"):
+        memgraph = plan(graph, 4096 + 3 * 1024 + 2 * 256, strategy)
+        verify(graph, memgraph)
+        seconds[strategy] = simulate(schedule(graph, memgraph, link), strategy).seconds
+    assert seconds["ahead"] < 0.85 * seconds["turnip"]
 
 
 def test_fixed_order_holds_every_run_after_the_one_before():

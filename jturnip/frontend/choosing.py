@@ -238,13 +238,16 @@ class _Choice:
 
     def _cost(self, members: Sequence[int], cutting: Cutting, dim: int) -> tuple[Any, ...]:
         """What may fit is best, then what is not computed twice, then what leaves little
-        uncut, then few tasks that need little, then what is contiguous."""
+        uncut, then few tasks that need little, then what is contiguous where it is read
+        often."""
         stretch, equations = cutting.stretch, self._stretches.flat.equations
         left = {v for i in members for v in equations[i].outputs if v not in stretch.dims}
         uncut = nbytes_of(self._stretches.flat, left)
         many = -(-stretch.length // cutting.size) if isinstance(cutting, Tasks) else 1
         hopeless = cutting.nbytes > self._room.arena
-        return hopeless, stretch.loops, uncut, many, cutting.nbytes, dim
+        # What stays while the others' parts pass is read once, they often.
+        strided = -dim if hopeless else dim
+        return hopeless, stretch.loops, uncut, many, cutting.nbytes, strided
 
     def _seeds(self, members: Sequence[int]) -> list[tuple[int, int]]:
         """Dimensions of the largest values that some equations read or write."""

@@ -58,6 +58,8 @@ def plan(graph: TaskGraph, gpu_bytes: int, strategy: str = "turnip") -> MemGraph
             reserved += 1
         elif reserved == executed:
             builder.make_room(executed)
+        elif builder.make_room_ahead(reserved, executed):
+            pass  # then it is reserved
         else:
             builder.execute(executed)
             executed += 1
@@ -283,6 +285,35 @@ class _Builder:
                 self._evict(b, position)
         for entry in kept:
             heapq.heappush(self._victims, entry)
+
+    def make_room_ahead(self, position: int, executed: int) -> bool:
+        """Lets what has a copy on the host leave for a task that comes soon, if that will
+        do: its reloads are then on their way while those before it run."""
+        tasks = self._graph.tasks
+        if position >= min(len(tasks), executed + 1 + self._strategy.ahead):
+            return False
+        keep = frozenset(b for task in tasks[executed : position + 1] for b in task.inputs)
+        _, nbytes = self._missing(tasks[position])
+        nbytes += self._workspace_after(position, executed)
+        popped: list[tuple[tuple[bool, int], BufferId]] = []
+        chosen: list[BufferId] = []
+        freed = self._arena.free_bytes
+        while freed < nbytes and self._victims:
+            entry = heapq.heappop(self._victims)
+            b = entry[1]
+            if b not in self._device or entry[0] != self._victim_key(b):
+                continue
+            popped.append(entry)
+            if b in self._host and b not in keep and b not in chosen:
+                chosen.append(b)
+                freed += self._sizes[b]
+        for entry in popped:
+            heapq.heappush(self._victims, entry)
+        if freed < nbytes:
+            return False
+        for b in chosen:
+            self._evict(b, position)
+        return True
 
     # -- the execution horizon ---------------------------------------------------------
 

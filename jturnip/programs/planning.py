@@ -27,7 +27,7 @@ from jturnip.units import format_bytes, padded
 
 # What `auto` plans and simulates; the paper's alone beyond this many tasks, since there
 # planning takes seconds.
-_PROMISING = ("turnip", "layerwise", "fixed_order")
+_PROMISING = ("turnip", "ahead", "layerwise", "fixed_order")
 _MANY_TASKS = 20_000
 
 

@@ -168,15 +168,20 @@ def _product(n: int) -> list[Figure]:
     assert run.last_run is not None
     moved = run.last_run.h2d_bytes + run.last_run.d2h_bytes
     best = best_blocking(n, 4, budget)
-    compute = seconds_of(lambda: jax.jit(product)(*jax.device_put((a, b))), 3)
+    here, stock = jax.device_put((a, b)), jax.jit(product)
+    compute = min(seconds_of(lambda: stock(*here)) for _ in range(5))
     rate = run.last_run.h2d_bytes / compute
     linked = jturnip.jit(product, budget, link=jturnip.SimulatedLink(rate, rate))
-    jax.block_until_ready(linked(a, b))
-    seconds = [seconds_of(lambda: linked(a, b)) for _ in range(3)]
+    ways = [
+        lambda: seconds_of(lambda: linked(a, b)),
+        lambda: seconds_of(lambda: stock(*here)),
+    ]
+    limit = run.last_run.h2d_bytes / rate
+    over = [ours / max(theirs, limit) for ours, theirs in in_turn(ways, 5)]
     more: dict[str, float | str] = {"over the link, MB": moved / 1e6}
     return [
         Figure("bytes of an out-of-core product", (moved / best,), "", 1.15, more),
-        Figure("its time with a link", tuple(s / compute for s in seconds), "", 1.15, more),
+        Figure("its time with a link", tuple(over), "", 1.15, more),
     ]
 
 

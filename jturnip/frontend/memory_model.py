@@ -107,7 +107,7 @@ class Segment:
         self._crossing_in = self._crossing_out = 0
         self._ending: dict[int, list[tuple[int, int]]] = {}
         self._alive = np.zeros(16, np.int64)
-        self._most = 0
+        self._most = self._inner = 0
         self.grow(end)
 
     @property
@@ -120,6 +120,12 @@ class Segment:
         """Bytes it holds at once: what enters and leaves it, and the most that is alive of
         what is written down inside."""
         return self.crossing + self._most
+
+    @property
+    def shared(self) -> int:
+        """The same without what a single loop or branch in it holds by itself, which is in
+        one task however equations are drawn together."""
+        return self.held - self._inner
 
     def grow(self, end: int) -> None:
         """Takes in the positions up to `end`."""
@@ -145,6 +151,7 @@ class Segment:
                 if v in model.written_down:
                     self._lived(start, at, nbytes[v])
             if model.inner[e]:
+                self._inner = max(self._inner, model.inner[e])
                 self._lived(at, at, model.inner[e])
         self._end = end
 

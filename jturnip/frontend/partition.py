@@ -221,7 +221,7 @@ class Partitioner:
             small = self._is_small(own)
             if before is not None and (small or small_before):
                 before.grow(end)
-                if before.held <= largest:
+                if before.shared <= largest:
                     joined[-1] = (before.begin, end)
                     small_before = self._is_small(before)
                     continue
@@ -234,7 +234,7 @@ class Partitioner:
         return seconds < self._rates.launch_seconds
 
     def _held(self, segment: tuple[int, int]) -> int:
-        return Segment(self._model, *segment).held
+        return Segment(self._model, *segment).shared
 
     def _split(self, segment: tuple[int, int], largest: int) -> list[tuple[int, int]]:
         """Cuts a segment until every piece holds little enough, or is one equation.

@@ -52,7 +52,7 @@ SETTINGS = {
     "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "64",
 }
 _BUDGETS = (0.25, 0.5, 1.0)
-_STRATEGIES = ("fixed_order", "turnip", "layerwise", "on_demand")
+_STRATEGIES = ("fixed_order", "turnip", "ahead", "layerwise", "on_demand")
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,9 @@ def while_sampling(
 # What is really alive
 
 
-@pytest.mark.parametrize("strategy", ["turnip", "fixed_order", "layerwise", "on_demand"])
+@pytest.mark.parametrize(
+    "strategy", ["turnip", "ahead", "fixed_order", "layerwise", "on_demand"]
+)
 def test_live_device_arrays_never_pass_the_budget(strategy: str):
     # Over this link the transfers take about half a second, so that there is time to look.
     link = jturnip.SimulatedLink(5e6, 5e6)

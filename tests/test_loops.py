@@ -520,3 +520,20 @@ def test_a_donated_training_state_is_not_held_twice(stacked, monkeypatch):
     peak = HostPeak(monkeypatch)
     state, _ = fn(state, tokens)
     assert held <= peak.nbytes <= held + layer
+
+
+def test_lines_are_those_of_a_body_that_moves_values():
+    """What is left of its moves has them taken out by tracing it again; the body that is
+    inlined is the user's."""
+
+    def layer(x: Any, w: Any) -> Any:
+        x = jax.device_put(x, jax.memory.Space.Host)
+        x = jax.device_put(x, jax.memory.Space.Device)
+        return jnp.tanh(x @ w), None
+
+    fn = lambda x, stack: jax.lax.scan(layer, x, stack)[0]
+    flat = flat_scans(fn, jnp.ones((64, 64)), jnp.ones((8, 64, 64)), largest=1 << 14)
+    products = [e for e in flat.equations if e.name == "dot_general"]
+    assert len(products) == 8
+    assert len({e.source for e in products}) == 1
+    assert "layer" in products[0].source

@@ -190,3 +190,18 @@ def test_what_cannot_be_combined_is_not_cut():
     checked = Checked()
     checked.function(lambda x: jax.lax.dot(x, x), (x,))
     assert checked.labels == 2
+
+
+@pytest.mark.parametrize("rows", [256, 640])
+def test_narrow_indices_find_their_rows_in_every_part(rows: int):
+    """The end of the last part, or the begin of another, is none of their numbers."""
+    table = np.random.default_rng(0).normal(size=(rows, 4)).astype(np.float32)
+    indices = np.arange(0, 256, 5).astype(np.uint8)
+
+    def fn(table: Any, indices: Any) -> Any:
+        taken = lambda t: jnp.take(t, indices, axis=0, mode="clip")
+        return taken(table), jax.grad(lambda t: jnp.sum(taken(t) ** 2))(table)
+
+    checked = Checked()
+    checked.function(fn, (table, indices))
+    assert {"gather", "scatter-add"} <= checked._times.keys()

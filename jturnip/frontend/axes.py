@@ -34,6 +34,7 @@ COMBINED = {
     "reduce_prod": "mul",
     "reduce_and": "and",
     "reduce_or": "or",
+    "reduce_xor": "xor",
     "dot_general": "add",
     "conv_general_dilated": "add",
 }
@@ -117,7 +118,8 @@ def _rules_by_keys(
                 e, flat.operand_types(e), [flat.types[v] for v in e.outputs]
             )
     if lowered:
-        known.update(zip(lowered, _rules(list(lowered.values()), flat), strict=True))
+        found = _rules_or_none(list(lowered.values()), flat)
+        known.update(zip(lowered, found, strict=True))
     for key, e in new.items():
         known[key] = _that_works(known[key], functools.partial(works, e, flat))
     return [None if key is None else known[key] for key in keys]
@@ -170,6 +172,16 @@ def _may_have_a_rule(e: Equation, flat: FlatJaxpr) -> bool:
 def _key(e: Equation, flat: FlatJaxpr) -> Hashable:
     shapes = tuple((t.shape, str(t.dtype)) for t in flat.operand_types(e))
     return e.name, shapes, str(sorted(e.origin.params.items(), key=lambda item: item[0]))
+
+
+def _rules_or_none(distinct: Sequence[Equation], flat: FlatJaxpr) -> list[Rule | None]:
+    """The rules of all, or of each by itself where one of them cannot be lowered here."""
+    try:
+        return _rules(distinct, flat)
+    except Exception:  # whatever a primitive says that has no lowering on this platform
+        if len(distinct) == 1:
+            return [None]
+        return [rule for e in distinct for rule in _rules_or_none([e], flat)]
 
 
 def _rules(distinct: Sequence[Equation], flat: FlatJaxpr) -> list[Rule | None]:

@@ -77,6 +77,8 @@ def cut_along_axes(
     slow = _SLOW_IN_LOOPS.get(platform, frozenset())
     seen: set[Any] = set()
     for tighter, at_once, eager, apart, share in _tries():
+        if search.is_over(apart):
+            continue
         least = max(1, int(arena / tighter * share))
         room = Room(arena // tighter, least, at_once, eager, apart, slow, where)
         cut, key = flat, []

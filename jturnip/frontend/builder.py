@@ -111,8 +111,8 @@ class Builder:
         calls: tuple[Any, ...],
         driven: str = "",
     ) -> list[int]:
-        """Adds the equations of a jaxpr of our own making; returns its results, each of
-        which an equation of it writes. Those of the primitive named `driven` are driven."""
+        """Adds the equations of a jaxpr of our own making, none of which returns what it
+        is given; returns its results. Those of the primitive named `driven` are driven."""
         jaxpr, consts = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
         scope: dict[Any, Any] = {}
         for var, const in zip(jaxpr.constvars, consts, strict=True):

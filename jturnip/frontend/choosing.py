@@ -23,9 +23,10 @@ _MOST_TASKS = 256
 # More equations than so many take long to plan; what stays apart needs many.
 _MOST_EQUATIONS = 1500
 _MOST_EQUATIONS_APART = 10_000
-# So many equations are looked at, each once for every axis of its neighbours: some seconds.
-# As many again for what stays apart.
+# So many equations are looked at, each once for every axis of its neighbours: some seconds;
+# and so many more for what stays apart.
 _MOST_VISITED = 400_000
+_MOST_VISITED_APART = 150_000
 # The share of the budget that what one of several tasks reads and writes may take; and what
 # it takes so that the next one's can be on its way meanwhile, where that asks for no more
 # than so many times the tasks.
@@ -71,7 +72,9 @@ class Search:
 
     def is_over(self, apart: bool) -> bool:
         """Whether it takes too long, of what stays apart or of all else."""
-        return (self.apart if apart else self.visited) > _MOST_VISITED
+        if apart:
+            return self.apart > _MOST_VISITED_APART
+        return self.visited > _MOST_VISITED
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +248,7 @@ class _Choice:
         uncut = nbytes_of(self._stretches.flat, left)
         many = -(-stretch.length // cutting.size) if isinstance(cutting, Tasks) else 1
         hopeless = cutting.nbytes > self._room.arena
-        # What stays while the others' parts pass is read once, they often.
+        # Of several operands one stays, and is read once; parts of the others pass often.
         strided = -dim if hopeless else dim
         return hopeless, stretch.loops, uncut, many, cutting.nbytes, strided
 
@@ -346,8 +349,9 @@ def _into_tasks(
 
 
 def _held_apiece(stretches: Stretches, stretch: Stretch) -> list[set[int]]:
-    """What must be there at once for a part of a stretch: for each piece of it that hands
-    nothing to another what it reads, and what leaves it or is reduced."""
+    """What must be there at once for one part of a stretch. A stretch may consist of pieces
+    that share no value they write: for each piece what it reads of others, what leaves it,
+    and what is reduced."""
     equations = stretches.flat.equations
     above = {i: i for i in stretch.equations}
 

@@ -42,6 +42,9 @@ ELEMENTWISE = frozenset(
     " sinh sqrt square sub tan tanh xor".split()
 )
 
+# The same bytes in the same order under another shape.
+RENAMING = frozenset("reshape squeeze expand_dims".split())
+
 
 def flops(eqn: Any) -> float:
     """Floating-point operations of a jaxpr equation, near enough."""

@@ -2,9 +2,10 @@
 
 | pass | what it does |
 | --- | --- |
-| `inline` | calls inlined, references drawn together, moves taken out |
+| `inline` | calls inlined, references drawn together |
 | `streaming.streamed` | what does not fit in parts along its rows: scans, host arrays |
 | `tables.rows_by_host` | (within that) rows of tables in host memory, read by the host |
+| `hints.still` | moves between memories taken out of what is left of loops |
 | `results.written_once` | each result a value of its own |
 | `effects.with_tokens` | effects in the order of the program |
 | `results.live` | without what nobody needs |
@@ -16,6 +17,7 @@ the same kind; `partition.py` then orders equations and draws them together into
 from typing import Any
 
 from jturnip.frontend.effects import with_tokens
+from jturnip.frontend.hints import still
 from jturnip.frontend.inline import Condition
 from jturnip.frontend.loops import Streaming
 from jturnip.frontend.results import Forwarded, live, written_once
@@ -49,4 +51,4 @@ def flatten(
     flat = seen.inline(closed, condition)
     if streaming is not None:
         flat = streamed(flat, streaming, forwarded, seen)
-    return live(with_tokens(written_once(flat, forwarded)))
+    return live(with_tokens(written_once(still(flat), forwarded)))

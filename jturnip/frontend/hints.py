@@ -5,12 +5,13 @@ checkpoint policy that offloads residuals. What lies where is the plan's matter 
 such moves become nothing, at any depth. Values stay what they are.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 
-from jturnip.frontend.values import Type, bind, called
+from jturnip.frontend.values import FlatJaxpr, Type, bind, called
 
 
 # What `jax.jit` commits results for.
@@ -86,7 +87,23 @@ def calls_out(eqn: Any) -> bool:
     )
 
 
-def without_moves(eqn: Any) -> Any:
+def still(flat: FlatJaxpr) -> FlatJaxpr:
+    """A pass: the program with equations that move nothing inside them. What is driven is
+    taken apart later."""
+    # id of an equation → what it is without moves.
+    cleaned: dict[int, Any] = {}
+    equations = []
+    for e in flat.equations:
+        if not e.driven and has_moves(e.origin):
+            if id(e.origin) not in cleaned:
+                cleaned[id(e.origin)] = _without_moves(e.origin)
+            origin = cleaned[id(e.origin)]
+            e = dataclasses.replace(e, origin=origin, calls=e.within, ours=True)
+        equations.append(e)
+    return dataclasses.replace(flat, equations=tuple(equations))
+
+
+def _without_moves(eqn: Any) -> Any:
     """The same equation with every move inside it taken out."""
     structs = [Type.of(v.aval).struct() for v in eqn.invars]
     params = _params_without_moves(eqn)

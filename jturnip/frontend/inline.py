@@ -79,8 +79,6 @@ class _Inliner:
 
     def __init__(self) -> None:
         self.builder = Builder()
-        # id of an equation → it, and what it is without moves.
-        self._cleaned: dict[int, tuple[Any, Any]] = {}
 
     def call(
         self, closed: Any, arguments: Sequence[Atom], calls: tuple[Any, ...] = ()
@@ -119,12 +117,7 @@ class _Inliner:
         _check(eqn, calls)
         if hints.is_move(eqn):
             return operands
-        if not hints.has_moves(eqn):
-            return self.builder.emit(eqn, operands, calls)
-        if id(eqn) not in self._cleaned:
-            self._cleaned[id(eqn)] = eqn, hints.without_moves(eqn)
-        cleaned = self._cleaned[id(eqn)][1]
-        return self.builder.emit(cleaned, operands, (*calls, eqn), ours=True)
+        return self.builder.emit(eqn, operands, calls)
 
     def _solved(
         self, eqn: Any, operands: Sequence[Atom], calls: tuple[Any, ...]

@@ -87,7 +87,8 @@ def find_cuts(
     long: set[int] = set()
     rows: dict[int, int] = {}
 
-    agenda = [flat]
+    found: list[Any] = []
+    agenda, inlined = [flat], set[int]()
     while agenda:
         for eqn in (e.origin for e in agenda.pop().equations if e.name == "scan"):
             count = None if id(eqn) in scans else _iterations_per_part(eqn, streaming)
@@ -97,9 +98,14 @@ def find_cuts(
                 long.add(id(eqn))
                 continue
             scans.add(id(eqn))
+            found.append(eqn)
             length = eqn.params["length"]
             rows[length] = min(count, rows.get(length, count))
-            agenda.append(inline(eqn.params["jaxpr"]))
+        # Only of parts with one iteration the body is looked into: others stay scans.
+        for eqn in found:
+            if rows[eqn.params["length"]] == 1 and id(eqn) not in inlined:
+                inlined.add(id(eqn))
+                agenda.append(inline(eqn.params["jaxpr"]))
     for t in held:
         if t.shape and t.shape[0] > 1 and t.nbytes > streaming.largest:
             fitting = streaming.largest // 4 * t.shape[0] // t.nbytes

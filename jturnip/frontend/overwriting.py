@@ -10,7 +10,7 @@ import collections
 import dataclasses
 from collections.abc import Collection, Iterator, Sequence
 
-from jturnip.frontend.costs import ELEMENTWISE
+from jturnip.frontend.costs import ELEMENTWISE, RENAMING
 from jturnip.frontend.loops import scan_counts
 from jturnip.frontend.partition import SMALL, Group
 from jturnip.frontend.stretches import read_by
@@ -29,8 +29,6 @@ _UPDATES = frozenset(
     "dynamic_update_slice scatter scatter-add scatter_add scatter-mul scatter_mul"
     " scatter-min scatter_min scatter-max scatter_max".split()
 )
-# The same bytes in the same order.
-_RENAMING = frozenset("reshape squeeze expand_dims".split())
 # So many values are followed from an operand.
 _FAR = 64
 
@@ -138,7 +136,7 @@ class _Reader:
 def _in_place(flat: FlatJaxpr, e: Equation) -> Iterator[tuple[int, int]]:
     """Operands of an equation, each with a result that can be written in its place."""
     read: list[tuple[int | Constant, int]] = []
-    if e.name in ELEMENTWISE or e.name in _RENAMING:
+    if e.name in ELEMENTWISE or e.name in RENAMING:
         size = flat.types[e.outputs[0]].shape
         read = [(x, e.outputs[0]) for x in e.inputs]
         if e.name in ELEMENTWISE:

@@ -18,7 +18,7 @@ import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from jturnip.frontend.costs import HEAVY, DeviceRates
+from jturnip.frontend.costs import HEAVY, RENAMING, DeviceRates
 from jturnip.frontend.memory_model import Model, Segment
 from jturnip.frontend.order import order_equations
 from jturnip.frontend.values import FlatJaxpr
@@ -34,7 +34,7 @@ _LAYOUT = frozenset(
     "transpose reshape squeeze expand_dims convert_element_type rev".split()
 )
 # Row-major arrays keep their bytes under these, if none are added.
-_RENAMING = frozenset("reshape squeeze expand_dims broadcast_in_dim".split())
+_RENAMING = RENAMING | {"broadcast_in_dim"}
 SMALL = 4096  # bytes of a value that is not worth a thought
 _BLOWN_UP = 4  # a broadcast that grows its operand this much is repeated
 _WORTH_CUTTING = 0.7  # a cut helps if no half holds more than this share

@@ -197,6 +197,12 @@ def works(e: Equation, flat: FlatJaxpr, rule: Rule, label: int) -> bool:
     return True
 
 
+def _wide(indices: Any) -> Any:
+    """Indices in a type that has the positions of all parts: 256 is none for 8 bits."""
+    narrow = indices.dtype.itemsize < 4
+    return lax.convert_element_type(indices, np.int32) if narrow else indices
+
+
 def _column(indices: Any, column: int, change: Callable[[Any], Any]) -> Any:
     """Indices, one column of which is changed."""
     here = lax.broadcasted_iota(np.int32, indices.shape, indices.ndim - 1) == column
@@ -211,7 +217,7 @@ def _gathered(
     low: Any,
 ) -> Any:
     """What a gather finds in a part; nothing for an index that is in another."""
-    part, indices = operands
+    part, indices = operands[0], _wide(operands[1])
     params, whole = e.origin.params, e.origin.invars[0].aval.shape
     numbers, mode = params["dimension_numbers"], params["mode"]
     sizes = [
@@ -246,7 +252,7 @@ def _gathered(
 
 def _scattered(e: Equation, operands: Sequence[Any], along: Along, low: Any) -> Any:
     """What a scatter makes of a part; updates for other parts are dropped."""
-    part, indices, updates = operands
+    part, indices, updates = operands[0], _wide(operands[1]), operands[2]
     params, whole = e.origin.params, e.origin.invars[0].aval.shape
     numbers = params["dimension_numbers"]
     dim, scale = along.operands[0] or (None, 0)
@@ -278,6 +284,7 @@ _COMBINE: dict[str, Callable[[Any, Any], Any]] = {
     "mul": lax.mul,
     "and": lax.bitwise_and,
     "or": lax.bitwise_or,
+    "xor": lax.bitwise_xor,
 }
 
 
@@ -304,8 +311,10 @@ def _nothing(name: str, shape: Sequence[int], dtype: Any) -> Any:
         else:
             value = jnp.iinfo(dtype).min if least else jnp.iinfo(dtype).max
     else:
-        value = {"add": 0, "mul": 1, "and": -1, "or": 0}[how]
-        if dtype == np.dtype(bool):
+        value = {"add": 0, "mul": 1, "or": 0, "xor": 0}.get(how)
+        if how == "and":
+            value = np.invert(np.zeros((), dtype))
+        elif dtype == np.dtype(bool):
             value = bool(value)
     return lax.full(shape, value, _dtype_of_sums(name, dtype))
 

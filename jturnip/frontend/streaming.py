@@ -364,7 +364,9 @@ class _Streamer:
         shapes = tuple(t.rows(stop - start).shape for t in made.types)
         along = Along(tuple((0, 1) if cut else None for cut in made.cut), (0, 1))
         closed = self._seen.once(
-            e.origin, (types, shapes), lambda: parts.on_part(e, types, shapes, along)
+            e.origin,
+            (types, shapes, along),
+            lambda: parts.on_part(e, types, shapes, along),
         )
         return builder.ours(closed, (Constant.position(start), *operands), e.within)
 

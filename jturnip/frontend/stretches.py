@@ -150,7 +150,7 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """Value → the dimension along which it is cut; values that are not."""
+    """Value → the dimension along which it is cut; values that must stay whole."""
 
     dims: dict[int, int]
     whole: set[int]

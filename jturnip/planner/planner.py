@@ -3,8 +3,9 @@
 The serial order of the tasks is simulated once. The *allocation horizon* runs ahead,
 reserving slots and issuing reloads as long as nothing must leave; the *execution horizon*
 emits runs and frees what is used up. Where the two meet and memory is short, victims are
-evicted. Every re-use of bytes becomes an edge to the op that freed them, so that any order
-of the result that keeps its edges is correct and fits, and the simulated one can finish.
+evicted; the strategy `ahead` lets copies go a task before that. Every re-use of bytes
+becomes an edge to the op that freed them, so that any order of the result that keeps its
+edges is correct and fits, and the simulated one can finish.
 
 Where it differs from the paper: a buffer that still has its host copy is dropped without a
 write; a slot is a set of ranges, so nothing is ever compacted; a task's workspace has a
@@ -34,6 +35,7 @@ from jturnip.units import format_bytes, padded
 
 
 _NEVER = 1 << 60  # the next use of a buffer that no task will read again
+_FEW = 64  # buffers are looked at for one that may leave ahead of time
 
 
 def plan(graph: TaskGraph, gpu_bytes: int, strategy: str = "turnip") -> MemGraph:
@@ -287,25 +289,27 @@ class _Builder:
             heapq.heappush(self._victims, entry)
 
     def make_room_ahead(self, position: int, executed: int) -> bool:
-        """Lets what has a copy on the host leave for a task that comes soon, if that will
-        do: its reloads are then on their way while those before it run."""
+        """Lets what has a copy on the host leave for a task that comes soon, if a few such
+        will do: its reloads are then on their way while those before it run."""
         tasks = self._graph.tasks
         if position >= min(len(tasks), executed + 1 + self._strategy.ahead):
+            return False
+        if not self._may_look_ahead(position, executed):
             return False
         keep = frozenset(b for task in tasks[executed : position + 1] for b in task.inputs)
         _, nbytes = self._missing(tasks[position])
         nbytes += self._workspace_after(position, executed)
         popped: list[tuple[tuple[bool, int], BufferId]] = []
-        chosen: list[BufferId] = []
+        chosen: dict[BufferId, None] = {}
         freed = self._arena.free_bytes
-        while freed < nbytes and self._victims:
+        while freed < nbytes and self._victims and len(popped) < _FEW:
             entry = heapq.heappop(self._victims)
             b = entry[1]
             if b not in self._device or entry[0] != self._victim_key(b):
                 continue
             popped.append(entry)
             if b in self._host and b not in keep and b not in chosen:
-                chosen.append(b)
+                chosen[b] = None
                 freed += self._sizes[b]
         for entry in popped:
             heapq.heappush(self._victims, entry)

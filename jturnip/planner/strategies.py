@@ -17,7 +17,7 @@ Layers = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """The choices of one strategy, for `planner.build`."""
+    """The choices of one strategy, for `planner.plan`."""
 
     name: str
     # Runs keep the simulated order.
@@ -27,8 +27,8 @@ class Strategy:
     # Splits the order into layers for a given budget; a reload may be issued only once
     # the layer before its own has begun. None: as far ahead as memory allows.
     layers: Callable[[TaskGraph, int], Layers] | None = None
-    # So many tasks get room for what they read before their turn comes, if only what has a
-    # copy on the host must leave for that.
+    # So many tasks get room before their turn comes, if only what has a copy on the host
+    # must leave for that.
     ahead: int = 0
 
 
@@ -62,8 +62,8 @@ STRATEGIES: dict[str, Strategy] = {
     for s in (
         # The paper's: two horizons, furthest next use, free order.
         Strategy("turnip"),
-        # The same with the next task's operands always on their way, as one double buffers
-        # by hand: more bytes over the link, fewer stalls.
+        # The same with room for the next task before its turn, where that takes no write
+        # back: as one double buffers by hand. More bytes over the link, fewer stalls.
         Strategy("ahead", ahead=1),
         # The paper's ablation: the same plan, runs held in the simulated order.
         Strategy("fixed_order", serial=True),

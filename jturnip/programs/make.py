@@ -104,7 +104,7 @@ def _made(
                     return made
                 return make(to_host.union(*how.returned.groups))
             except DoesNotFit as error:
-                refusals.append(error)
+                refusals.append(error.with_traceback(None))
                 if not has_loops or streaming is None:
                     break
     refusal = min(refusals, key=lambda refusal: refusal.needed_bytes)
@@ -244,7 +244,9 @@ def _tasks_between(
     try:
         return _cut_along_axes(flat, arguments, budget, how, to_host)
     except DoesNotFit as error:
-        raise min(error, refusal, key=lambda e: e.needed_bytes) from None
+        least = lambda refusal: refusal.needed_bytes
+        refusal = min(error.with_traceback(None), refusal, key=least)
+    raise refusal
 
 
 def _straight(

@@ -20,6 +20,7 @@ from jax.extend.mlir.dialects import sdy
 from jax.extend.mlir.passmanager import PassManager
 
 from jturnip.frontend import costs
+from jturnip.frontend.sets import Joined
 from jturnip.frontend.values import Equation, FlatJaxpr, Type, is_key
 
 
@@ -222,7 +223,7 @@ class _Reader:
     """The labels of a module's values: dimensions that some operation cuts together."""
 
     def __init__(self, block: Any):
-        self._above: dict[Any, Any] = {}
+        self._joined = Joined[Any]()
         self._whole: set[Any] = set()
         self._reduced: set[Any] = set()
         self._returned: list[Any] = []
@@ -230,16 +231,9 @@ class _Reader:
         for op in block.operations:
             self._see(op.operation)
 
-    def _find(self, node: Any) -> Any:
-        above = self._above
-        while above.setdefault(node, node) != node:
-            above[node] = above[above[node]]
-            node = above[node]
-        return node
-
     def _join(self, nodes: Sequence[Any]) -> None:
         for a, b in itertools.pairwise(nodes):
-            self._above[self._find(b)] = self._find(a)
+            self._joined.join(a, b)
 
     def _see(self, op: Any) -> None:
         if op.name == "func.return":
@@ -292,12 +286,12 @@ class _Reader:
 
     def rule(self, e: Equation, arguments: range, results: range) -> Rule | None:
         """The rule of an equation that reads these arguments and gives these results."""
-        whole = set(map(self._find, self._whole))
-        reduced = set(map(self._find, self._reduced))
+        whole = set(map(self._joined.find, self._whole))
+        reduced = set(map(self._joined.find, self._reduced))
         numbers: dict[Any, int] = {}
 
         def labels(value: Any) -> tuple[int | None, ...]:
-            nodes = [self._find((hash(value), d)) for d in range(len(_shape(value)))]
+            nodes = [self._joined.find((hash(value), d)) for d in range(len(_shape(value)))]
             return tuple(
                 None
                 if size == 1 or node in whole or nodes.count(node) > 1

@@ -11,6 +11,7 @@ from typing import Any
 from jturnip.frontend import parts
 from jturnip.frontend.axes import Known, rules
 from jturnip.frontend.cutting import Blocks, Cutting, Tasks, with_cuttings
+from jturnip.frontend.sets import Joined
 from jturnip.frontend.stretches import Stretch, Stretches, read_by
 from jturnip.frontend.values import Constant, Equation, FlatJaxpr
 from jturnip.units import padded
@@ -353,23 +354,15 @@ def _held_apiece(stretches: Stretches, stretch: Stretch) -> list[set[int]]:
     that share no value they write: for each piece what it reads of others, what leaves it,
     and what is reduced."""
     equations = stretches.flat.equations
-    above = {i: i for i in stretch.equations}
-
-    def find(i: int) -> int:
-        while above[i] != i:
-            above[i] = above[above[i]]
-            i = above[i]
-        return i
-
+    inside, pieces = frozenset(stretch.equations), Joined[int]()
     for i in stretch.equations:
         for v in equations[i].outputs:
-            for reader in stretches.readers.get(v, ()):
-                if reader in above:
-                    above[find(reader)] = find(i)
+            for reader in inside.intersection(stretches.readers.get(v, ())):
+                pieces.join(i, reader)
     ends = {*stretch.entering, *stretch.leaving, *stretch.reduced}
     held: dict[int, set[int]] = {}
     for i in stretch.equations:
-        held.setdefault(find(i), set()).update(ends & touched(equations[i]))
+        held.setdefault(pieces.find(i), set()).update(ends & touched(equations[i]))
     return list(held.values())
 
 

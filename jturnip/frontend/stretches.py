@@ -14,6 +14,7 @@ from typing import Any
 
 from jturnip.frontend.axes import Rule
 from jturnip.frontend.costs import HEAVY
+from jturnip.frontend.sets import Joined
 from jturnip.frontend.values import Constant, Equation, FlatJaxpr
 
 
@@ -177,26 +178,19 @@ class Stretches:
         """Equations that read or write values larger than `least`, in sets: those that pass
         such values to one another are in one, with all that is on the way between them."""
         types, inside = self.flat.types, set(among)
-        above: dict[int, int] = {}
-
-        def find(i: int) -> int:
-            while above.setdefault(i, i) != i:
-                above[i] = above[above[i]]
-                i = above[i]
-            return i
-
+        joined = Joined[int]()
         for i in among:
             e = self.flat.equations[i]
             if any(types[v].nbytes > least for v in (*read_by(e), *e.outputs)):
-                find(i)
+                joined.find(i)
             for v in e.outputs:
                 if types[v].nbytes > least:
                     for reader in self.readers.get(v, ()):
                         if reader in inside:
-                            above[find(reader)] = find(i)
+                            joined.join(i, reader)
         sets: dict[int, list[int]] = {}
-        for i in sorted(above):
-            sets.setdefault(find(i), []).append(i)
+        for i in sorted(joined):
+            sets.setdefault(joined.find(i), []).append(i)
         return [
             [i for i in self.between(self._with_spread(each, inside)) if i in inside]
             for each in sets.values()

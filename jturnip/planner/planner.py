@@ -278,13 +278,12 @@ class _Builder:
         kept: list[tuple[tuple[bool, int], BufferId]] = []
         while self._arena.free_bytes < nbytes:
             entry = heapq.heappop(self._victims)
-            b = entry[1]
-            if b not in self._device or entry[0] != self._victim_key(b):
+            if self._is_stale(entry):
                 continue
-            if b in keep:
+            if entry[1] in keep:
                 kept.append(entry)
             else:
-                self._evict(b, position)
+                self._evict(entry[1], position)
         for entry in kept:
             heapq.heappush(self._victims, entry)
 
@@ -304,10 +303,10 @@ class _Builder:
         freed = self._arena.free_bytes
         while freed < nbytes and self._victims and len(popped) < _FEW:
             entry = heapq.heappop(self._victims)
-            b = entry[1]
-            if b not in self._device or entry[0] != self._victim_key(b):
+            if self._is_stale(entry):
                 continue
             popped.append(entry)
+            b = entry[1]
             if b in self._host and b not in keep and b not in chosen:
                 chosen[b] = None
                 freed += self._sizes[b]
@@ -461,6 +460,10 @@ class _Builder:
     def _offer_as_victim(self, b: BufferId) -> None:
         if not self._graph.buffers[b].pinned:
             heapq.heappush(self._victims, (self._victim_key(b), b))
+
+    def _is_stale(self, victim: tuple[tuple[bool, int], BufferId]) -> bool:
+        key, b = victim
+        return b not in self._device or key != self._victim_key(b)
 
     def _victim_key(self, b: BufferId) -> tuple[bool, int]:
         """Smallest leaves first."""

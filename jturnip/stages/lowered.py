@@ -39,8 +39,6 @@ from jturnip.units import format_bytes, padded
 # and more only if it is certain that there is room.
 _RESIDUALS = 4
 _OTHER_SHARDINGS = 'Give them a sharding with memory_kind="pinned_host", or none'
-
-
 _GRADIENTS = "gradients of arguments that are not in pinned host memory"
 _HOLD = "JAX has them on the device: hold the arguments with jturnip.host(tree)"
 

@@ -36,6 +36,13 @@ InstanceId = NewType("InstanceId", int)
 Ranges = tuple[tuple[int, int], ...]
 
 
+def ranges_bytes(ranges: Ranges) -> int:
+    """The bytes of some ranges together."""
+    if len(ranges) == 1:  # most slots are one range
+        return ranges[0][1]
+    return sum([nbytes for _, nbytes in ranges])
+
+
 class OpKind(enum.Enum):
     """What an op does."""
 
@@ -43,6 +50,9 @@ class OpKind(enum.Enum):
     OFFLOAD = "offload"
     RELOAD = "reload"
     DROP = "drop"
+
+    # Members are compared by identity; enum's own hash is a Python call each.
+    __hash__ = object.__hash__
 
 
 class DepKind(enum.Enum):

@@ -9,7 +9,7 @@ are the likeliest to be over when the bytes are wanted.
 from collections import OrderedDict, defaultdict, deque
 from typing import NamedTuple
 
-from jturnip.graph.memgraph import OpId, Ranges
+from jturnip.graph.memgraph import OpId, Ranges, ranges_bytes
 
 
 class _Block(NamedTuple):
@@ -42,7 +42,7 @@ class Arena:
         """Returns a slot; `freed_by` must not be older than any earlier one."""
         if not ranges:
             return
-        nbytes = sum([n for _, n in ranges])
+        nbytes = ranges_bytes(ranges)
         self._blocks[self._next_key] = _Block(ranges, nbytes, freed_by)
         self._by_size[nbytes].append(self._next_key)
         self._next_key += 1

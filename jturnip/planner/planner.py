@@ -436,8 +436,10 @@ class _Builder:
         overwrites: tuple[tuple[InstanceId, InstanceId], ...] = (),
     ) -> OpId:
         op = OpId(len(self._ops))
-        distinct = {d.op: d for d in reversed(deps)}
-        kept = tuple(distinct[o] for o in sorted(distinct))
+        if len(deps) > 1:  # one for each op, the first
+            distinct = {d[0]: d for d in reversed(deps)}
+            deps = [distinct[o] for o in sorted(distinct)]
+        kept = tuple(deps)
         self._ops.append(Op(op, kind, task, reads, writes, workspace, kept, overwrites))
         if kind is not OpKind.DROP:
             for i in reads:

@@ -12,10 +12,11 @@ So one walk over the ops with a map "who had these bytes last" proves all pairs.
 """
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Collection
 from typing import NamedTuple, NoReturn
 
 from jturnip.errors import InternalError
-from jturnip.graph.memgraph import MemGraph, Op, OpKind, Ranges
+from jturnip.graph.memgraph import MemGraph, Op, OpKind, Ranges, ranges_bytes
 from jturnip.graph.taskgraph import Place, TaskGraph
 from jturnip.planner.paths import Paths
 
@@ -55,8 +56,11 @@ class InvalidPlan(InternalError):
         self.kind = kind
 
 
-def verify(graph: TaskGraph, memgraph: MemGraph) -> None:
+def verify(graph: TaskGraph, memgraph: MemGraph) -> int:
     """Proves that every order the edges allow computes `graph` within `gpu_bytes`.
+
+    Returns:
+      `peak_bytes(memgraph)`.
 
     Raises:
       InvalidPlan: where that is not so, with the ops, instances and bytes concerned.
@@ -72,12 +76,13 @@ def verify(graph: TaskGraph, memgraph: MemGraph) -> None:
     peak = peak_bytes(memgraph)
     if peak > memgraph.gpu_bytes:
         raise InvalidPlan("budget", f"{peak} bytes at once of {memgraph.gpu_bytes}")
+    return peak
 
 
 def peak_bytes(memgraph: MemGraph) -> int:
     """The largest total of occupied device bytes over the serial order."""
-    slot_bytes = [sum(nbytes for _, nbytes in i.ranges) for i in memgraph.instances]
-    occupied = sum(slot_bytes[i] for i in memgraph.inputs_at_start)
+    slot_bytes = [ranges_bytes(i.ranges) for i in memgraph.instances]
+    occupied = sum([slot_bytes[i] for i in memgraph.inputs_at_start])
     peak = occupied
     for op in memgraph.ops:
         if op.kind is OpKind.DROP:
@@ -87,7 +92,7 @@ def peak_bytes(memgraph: MemGraph) -> int:
             occupied += slot_bytes[i]
         for _, read in op.overwrites:
             occupied -= slot_bytes[read]
-        peak = max(peak, occupied + sum(nbytes for _, nbytes in op.workspace))
+        peak = max(peak, occupied + ranges_bytes(op.workspace))
     return peak
 
 
@@ -273,7 +278,8 @@ _NEVER = -1
 
 
 class _Need(NamedTuple):
-    """An op that must be over before the one at hand, and what goes wrong if it is not."""
+    """An op that must be over before the one at hand, which does not wait for it itself,
+    and what goes wrong if nothing else makes it wait."""
 
     op: int
     kind: str
@@ -299,16 +305,16 @@ class _Walk:
         # For each device instance, the ops that read it, so far.
         self.readers: dict[int, list[int]] = {}
         self.arena = _Arena(memgraph.gpu_bytes)
+        # What the op at hand waits for itself: needs of those ops are met.
+        self.before: Collection[int] = ()
 
     def walk(self) -> list[int]:
         """Proves every op; returns the op that drops each instance."""
         self.begin()
         for op in self.memgraph.ops:
             before = self.paths.before[op.id]
-            if len(before) > 8:
-                before = set(before)
-            needs = self.drop(op) if op.kind is OpKind.DROP else self.use(op)
-            missing = [need for need in needs if need[0] not in before]
+            self.before = set(before) if len(before) > 8 else before
+            missing = self.drop(op) if op.kind is OpKind.DROP else self.use(op)
             if missing:
                 self.prove(op, missing)
         return self.dropped
@@ -336,7 +342,11 @@ class _Walk:
         readers = self.readers.pop(i, None)
         if readers is None:
             return self.written_before(op, i)
-        return [_Need(r, "read-after-drop", i) for r in readers if r != op.id]
+        return [
+            _Need(r, "read-after-drop", i)
+            for r in readers
+            if r != op.id and r not in self.before
+        ]
 
     def use(self, op: Op) -> list[_Need]:
         """An op waits for the writers of what it reads, and for the bytes it takes."""
@@ -363,6 +373,8 @@ class _Walk:
             return []
         if writer >= op.id:
             self.fail(op, "read-before-write", i, f"op {writer} writes it")
+        if writer in self.before:
+            return []
         return [_Need(writer, "read-before-write", i)]
 
     def take(
@@ -382,7 +394,8 @@ class _Walk:
                 over = self.dropped[other] if other >= 0 else ~other
                 if over in (_NEVER, op.id):
                     self.fail_race(taker, other, "which holds them at that point")
-                needs.append(_Need(over, "race", other, taker))
+                if over not in self.before:
+                    needs.append(_Need(over, "race", other, taker))
 
     def prove(self, op: Op, missing: list[_Need]) -> None:
         unproved = self.paths.unreached(op.id, {need.op for need in missing})

@@ -15,7 +15,7 @@ from jturnip.graph.taskgraph import TaskGraph
 from jturnip.placement import Whose
 from jturnip.planner import figures
 from jturnip.planner.planner import plan as make_memgraph
-from jturnip.planner.verify import peak_bytes, verify
+from jturnip.planner.verify import verify
 from jturnip.programs.devices import link_of
 from jturnip.programs.places import argument_bytes
 from jturnip.programs.records import Split
@@ -84,8 +84,8 @@ def make_plan(
                 best = seconds, name, memgraph, ready
         assert best is not None
         seconds, name, memgraph, ready = best
-        verify(graph, memgraph)
-        plan = _figures(graph, memgraph, gpu_bytes, name, seconds, link)
+        peak = verify(graph, memgraph)
+        plan = _figures(graph, memgraph, gpu_bytes, peak, name, seconds, link)
     _check_host(plan, candidate)
     return plan, ready
 
@@ -98,6 +98,7 @@ def _figures(
     graph: TaskGraph,
     memgraph: MemGraph,
     gpu_bytes: int,
+    peak_bytes: int,
     strategy: str,
     seconds: float,
     link: Link,
@@ -110,7 +111,7 @@ def _figures(
     )
     return Plan(
         gpu_bytes=gpu_bytes,
-        peak_bytes=peak_bytes(memgraph),
+        peak_bytes=peak_bytes,
         h2d_bytes=h2d,
         d2h_bytes=d2h,
         host_bytes=figures.host_peak_bytes(graph, memgraph),

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jturnip.graph.memgraph import MemGraph, OpKind
+from jturnip.graph.memgraph import MemGraph, OpKind, ranges_bytes
 from jturnip.graph.taskgraph import TaskGraph
 
 
@@ -58,7 +58,7 @@ class Schedule:
 def schedule(graph: TaskGraph, memgraph: MemGraph, link: Link) -> Schedule:
     """Prepares a plan for `RunState`, with priorities from predicted times."""
     ops = memgraph.ops
-    sizes = [0 if i.on_host else sum([n for _, n in i.ranges]) for i in memgraph.instances]
+    sizes = [ranges_bytes(i.ranges) for i in memgraph.instances]  # none on the host
     engines = tuple(_ENGINE[op.kind] for op in ops)
     moves = tuple(
         graph.buffers[memgraph.instances[op.reads[0]].buffer].nbytes
@@ -70,7 +70,7 @@ def schedule(graph: TaskGraph, memgraph: MemGraph, link: Link) -> Schedule:
         _seconds(graph, op.task, e, m, link)
         for op, e, m in zip(ops, engines, moves, strict=True)
     )
-    workspaces = tuple(sum([n for _, n in op.workspace]) for op in ops)
+    workspaces = tuple(ranges_bytes(op.workspace) for op in ops)
     frees = tuple(
         sizes[op.reads[0]] if e == NONE else 0 for op, e in zip(ops, engines, strict=True)
     )

@@ -122,13 +122,14 @@ def axes(length: int, pairs: int) -> Section:
     medians = [f.median for f in figures if f.samples]
     all_of_them = (statistics.median(medians),) if medians else ()
     figures.append(Figure("the median of them", all_of_them, "", 1.1))
-    figures += _product(2 * length)
+    figures += _product(4 * length)
     about = (
         "Functions whose intermediates are most of what they need, their arguments in host"
         f" memory, in 1/{_SHARE} of the peak of `jax.jit`, which has its arguments on the"
         " device; time over its time. The product is of two matrices in host memory, each"
-        " larger than the budget: bytes over the link over those of the best blocking, and"
-        " with a link as fast as the product, time over the larger of both."
+        " larger than the budget: bytes over the link over those of the best blocking; and"
+        " with links that need half as long as the product, as long and twice as long, time"
+        " over the larger of both."
     )
     return Section("(h) Cut along axes", about, tuple(figures))
 
@@ -170,19 +171,20 @@ def _product(n: int) -> list[Figure]:
     best = best_blocking(n, 4, budget)
     here, stock = jax.device_put((a, b)), jax.jit(product)
     compute = min(seconds_of(lambda: stock(*here)) for _ in range(5))
-    rate = run.last_run.h2d_bytes / compute
-    linked = jturnip.jit(product, budget, link=jturnip.SimulatedLink(rate, rate))
-    ways = [
-        lambda: seconds_of(lambda: linked(a, b)),
-        lambda: seconds_of(lambda: stock(*here)),
-    ]
-    limit = run.last_run.h2d_bytes / rate
-    over = [ours / max(theirs, limit) for ours, theirs in in_turn(ways, 5)]
     more: dict[str, float | str] = {"over the link, MB": moved / 1e6}
-    return [
-        Figure("bytes of an out-of-core product", (moved / best,), "", 1.15, more),
-        Figure("its time with a link", tuple(over), "", 1.15, more),
-    ]
+    figures = [Figure("bytes of an out-of-core product", (moved / best,), "", 1.15, more)]
+    for name, share in (("half", 0.5), ("just", 1.0), ("twice", 2.0)):
+        limit = share * compute
+        rate = run.last_run.h2d_bytes / limit
+        linked = jturnip.jit(product, budget, link=jturnip.SimulatedLink(rate, rate))
+        ways = [
+            functools.partial(seconds_of, functools.partial(linked, a, b)),
+            lambda: seconds_of(lambda: stock(*here)),
+        ]
+        over = [ours / max(theirs, limit) for ours, theirs in in_turn(ways, 5)]
+        name = f"its time, with a link that takes {name} as long"
+        figures.append(Figure(name, tuple(over), "", 1.15, more))
+    return figures
 
 
 def best_blocking(n: int, itemsize: int, budget: int) -> int:

@@ -51,6 +51,11 @@ _NOT_THE_USERS = _PACKAGE + tuple(
     {sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib")}
 )
 
+# Up to jaxlib 0.10, batched linear algebra on the CPU waits, in a thread of XLA's pool, for
+# other threads of it; as many such operations at once as there are threads never end.
+_jaxlib: str = jax.lib.__version__  # pyright: ignore
+LAPACK_MAY_HANG = tuple(map(int, _jaxlib.split(".")[:2])) < (0, 11)
+
 try:
     from jax._src import source_info_util as _lines
 except ImportError:  # pragma: no cover - depends on the jax version
@@ -423,3 +428,11 @@ def default_device() -> Device:
     if isinstance(chosen, str):
         return jax.devices(chosen)[0]
     return chosen if chosen is not None else jax.devices()[0]
+
+
+def lowering_platform(device: Device) -> str:
+    """What `jax.lax.platform_dependent` calls the platform of a device."""
+    raw = getattr(device.client, "_raw_platform", device.platform)
+    if raw != "gpu":
+        return raw
+    return "rocm" if "rocm" in device.client.platform_version.lower() else "cuda"

@@ -1,5 +1,6 @@
 """The front end: a function to flat equations, these in an order, that order in groups."""
 
+import dataclasses
 import functools
 import itertools
 import random
@@ -16,10 +17,11 @@ from hypothesis import given, settings, strategies as st
 
 from jturnip.compiler.executables import group_key
 from jturnip.frontend import costs
-from jturnip.frontend.costs import DeviceRates
+from jturnip.frontend.costs import LINEAR_ALGEBRA, DeviceRates
 from jturnip.frontend.flatten import flatten
 from jturnip.frontend.order import Order, order_equations
 from jturnip.frontend.partition import Group, Partitioner
+from jturnip.frontend.streaming import Seen
 from jturnip.frontend.values import Constant, FlatJaxpr
 from jturnip.models import llama
 
@@ -151,6 +153,41 @@ def test_results_are_written_once_each(fn: Callable[..., Any]):
     assert set(flat.outputs) <= set(written)
     found = evaluate(flat, Partitioner(flat, FAST).partition(1 << 30), [x32(4)])
     assert_same(found, jax.tree.leaves(jax.jit(fn)(x32(4))))
+
+
+def on_platform(x: Any) -> Any:
+    return jax.lax.platform_dependent(x, cpu=jnp.sin, cuda=jnp.cos, default=jnp.tan)
+
+
+@pytest.mark.parametrize(
+    ("platform", "name"), [("cpu", "sin"), ("cuda", "cos"), ("tpu", "tan")]
+)
+def test_what_depends_on_the_platform_is_what_it_is_there(platform: str, name: str):
+    closed = jax.jit(on_platform).trace(x32(4)).jaxpr
+    assert names(flatten(closed, seen=Seen(platform=platform))) == [name]
+
+
+def test_what_depends_on_the_platform_is_a_branch_where_that_is_unknown():
+    assert "cond" in names(flat_of(on_platform, x32(4)))
+
+
+def test_a_task_has_one_operation_that_waits_for_threads_of_its_device():
+    """Some at once, each with a thread that the others wait for, would never end."""
+
+    def solves(a: Any, b: Any) -> Any:
+        return [
+            jax.lax.linalg.triangular_solve(a[i] + jnp.eye(4), b[i], left_side=True)
+            for i in range(3)
+        ]
+
+    flat = flat_of(solves, x32(3, 5, 4, 4), x32(3, 5, 4, 1, seed=1))
+    of_cpu = dataclasses.replace(FAST, one_a_task=LINEAR_ALGEBRA)
+    counts = [
+        [flat.equations[e].name for e in group.equations].count("triangular_solve")
+        for group in Partitioner(flat, of_cpu).partition(1 << 30)
+    ]
+    assert counts == [1, 1, 1]
+    assert len(Partitioner(flat, FAST).partition(1 << 30)) == 1
 
 
 CLOSED_OVER = x32(3, seed=7)

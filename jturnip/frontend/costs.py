@@ -14,6 +14,9 @@ class DeviceRates:
     bytes_per_second: float
     # Time a task must at least take to be worth a launch of its own.
     launch_seconds: float
+    # Names of equations of which a task may hold one: the device runs several at once, and
+    # each waits for threads that the others hold.
+    one_a_task: frozenset[str] = frozenset()
 
     def seconds(self, flops: float, nbytes: float) -> float:
         """Time of work that is bound by arithmetic or by memory."""
@@ -30,6 +33,12 @@ HEAVY = frozenset(
     " select_and_scatter_add cumsum cumprod cummax cummin cumlogsumexp pallas_call ffi_call"
     " shard_map pure_callback random_bits threefry2x32 triangular_solve custom_call jit"
     " pjit".split()
+)
+
+# What LAPACK does for the CPU.
+LINEAR_ALGEBRA = frozenset(
+    "cholesky lu householder_product qr geqrf geqp3 ormqr eigh eig svd schur hessenberg"
+    " triangular_solve tridiagonal tridiagonal_solve".split()
 )
 
 # Every element of a result comes from the elements at its place; scalars go with any shape.

@@ -1,6 +1,7 @@
 """The first pass: a traced function as numbered values and one list of equations.
 
-Calls are inlined. What only moves values between memories is taken out, since what lies
+Calls are inlined, and of what depends on the platform, what is for the one at hand. What
+only moves values between memories is taken out, since what lies
 where is the plan's matter (`hints.py`). All that touches a mutable reference becomes one
 equation (`refs.py`). What is no function of arrays on one device is refused here, with the
 user's line.
@@ -29,19 +30,23 @@ class Condition:
     constants: int
 
 
-def inline(closed: Any, condition: Condition | None = None) -> FlatJaxpr:
+def inline(
+    closed: Any, condition: Condition | None = None, platform: str = ""
+) -> FlatJaxpr:
     """A function without calls in it. A result may be an argument, or come twice.
 
     Args:
       closed: `jax.jit(fn).trace(...).jaxpr`, of any supported JAX version.
       condition: for the body of a loop: then the first result is the condition's.
+      platform: what `jax.lax.platform_dependent` chooses by; a choice is left as it is
+        where it is empty.
 
     Raises:
       UnsupportedError: for values that are no arrays, or are put on another device; it
         names the primitive and the user's line.
     """
     _check_arguments(closed)
-    inliner = _Inliner()
+    inliner = _Inliner(platform)
     builder = inliner.builder
     inputs = [builder.value(Type.of(aval)) for aval in argument_avals(closed, condition)]
     before = condition.constants if condition else 0
@@ -77,8 +82,9 @@ def pruned_arguments(closed: Any) -> frozenset[int]:
 class _Inliner:
     """Follows a jaxpr, and those that it calls."""
 
-    def __init__(self) -> None:
+    def __init__(self, platform: str) -> None:
         self.builder = Builder()
+        self._platform = platform
 
     def call(
         self, closed: Any, arguments: Sequence[Atom], calls: tuple[Any, ...] = ()
@@ -115,9 +121,22 @@ class _Inliner:
         if eqn.primitive.name == "custom_linear_solve":
             return self._solved(eqn, operands, calls)
         _check(eqn, calls)
+        chosen = self._chosen(eqn)
+        if chosen is not None:
+            return self.call(chosen, operands[1:], (*calls, eqn))
         if hints.is_move(eqn):
             return operands
         return self.builder.emit(eqn, operands, calls)
+
+    def _chosen(self, eqn: Any) -> Any:
+        """The branch for this platform, of `jax.lax.platform_dependent`."""
+        if eqn.primitive.name != "cond" or not self._platform:
+            return None
+        of_branches = eqn.params.get("branches_platforms") or ()
+        for branch, platforms in zip(eqn.params["branches"], of_branches, strict=False):
+            if platforms is None or self._platform in platforms:
+                return branch
+        return None
 
     def _solved(
         self, eqn: Any, operands: Sequence[Atom], calls: tuple[Any, ...]

@@ -17,8 +17,9 @@ import bisect
 import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from jturnip.frontend.costs import HEAVY, RENAMING, DeviceRates
+from jturnip.frontend.costs import HEAVY, RENAMING, DeviceRates, nested
 from jturnip.frontend.memory_model import Model, Segment
 from jturnip.frontend.order import order_equations
 from jturnip.frontend.values import FlatJaxpr
@@ -215,19 +216,28 @@ class Partitioner:
         """Joins neighbours of which one is too small for a launch of its own."""
         joined: list[tuple[int, int]] = []
         before: Segment | None = None
-        small_before = False
+        small_before = alone_before = False
         for begin, end in segments:
             own = Segment(self._model, begin, end)
-            small = self._is_small(own)
-            if before is not None and (small or small_before):
+            small, alone = self._is_small(own), self._is_alone(begin, end)
+            if before is not None and (small or small_before) and not alone_before & alone:
                 before.grow(end)
+                alone_before |= alone
                 if before.shared <= largest:
                     joined[-1] = (before.begin, end)
                     small_before = self._is_small(before)
                     continue
             joined.append((begin, end))
-            before, small_before = own, small
+            before, small_before, alone_before = own, small, alone
         return joined
+
+    def _is_alone(self, begin: int, end: int) -> bool:
+        """Whether it has work of which a task may have only one."""
+        alone = self._rates.one_a_task
+        return bool(alone) and any(
+            _has_one_of(alone, self._flat.equations[e].origin)
+            for e in self._order[begin:end]
+        )
 
     def _is_small(self, segment: Segment) -> bool:
         seconds = self._rates.seconds(segment.flops, segment.crossing)
@@ -285,6 +295,12 @@ class Partitioner:
                 ]
             groups.append(Group(tuple(equations), tuple(entering), tuple(leaving)))
         return groups
+
+
+def _has_one_of(names: frozenset[str], eqn: Any) -> bool:
+    return eqn.primitive.name in names or any(
+        _has_one_of(names, inner) for body in nested(eqn) for inner in body.eqns
+    )
 
 
 def _between(ordered: Sequence[int], lowest: int, highest: int) -> Sequence[int]:

@@ -50,6 +50,8 @@ _LEAST_PART = 4096
 class Seen:
     """What is known of one function from passes over it, with whatever sizes."""
 
+    # What `jax.lax.platform_dependent` chooses by.
+    platform: str = ""
     rules: Known = field(default_factory=Known)
     # By the id of a jaxpr, with it, so that the id stays its own: it inlined.
     inlined: dict[Any, tuple[Any, FlatJaxpr]] = field(default_factory=dict)
@@ -60,7 +62,8 @@ class Seen:
         """What `inline` makes of a jaxpr."""
         key = id(closed), id(condition)
         if key not in self.inlined:
-            self.inlined[key] = (closed, condition), inline(closed, condition)
+            made = inline(closed, condition, self.platform)
+            self.inlined[key] = (closed, condition), made
         return self.inlined[key][1]
 
     def once(self, origin: Any, key: Any, make: Any) -> Any:

@@ -1,14 +1,17 @@
 """What is expected of a device and of the link to it, until they are measured."""
 
+from jturnip import compat
 from jturnip.compat import Device
-from jturnip.frontend.costs import DeviceRates
+from jturnip.frontend.costs import LINEAR_ALGEBRA, DeviceRates
 from jturnip.runtime.link import SimulatedLink
 from jturnip.runtime.schedule import Link
 
 
 # Guesses about a device, until its tasks are measured.
 _RATES = {
-    "cpu": DeviceRates(5e10, 1e10, 1e-4),
+    "cpu": DeviceRates(
+        5e10, 1e10, 1e-4, LINEAR_ALGEBRA if compat.LAPACK_MAY_HANG else frozenset()
+    ),
     "gpu": DeviceRates(5e13, 2e12, 5e-5),
 }
 

@@ -5,6 +5,7 @@ import functools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from jturnip import compat
 from jturnip.errors import DoesNotFit
 from jturnip.frontend.blocks import cut_along_axes
 from jturnip.frontend.flatten import flatten
@@ -84,7 +85,7 @@ def _made(
 ) -> Program | DoesNotFit:
     avals = argument_avals(closed, condition)
     refusals: list[DoesNotFit] = []
-    seen = Seen()
+    seen = Seen(platform=compat.lowering_platform(arguments.device))
     # Only what cannot be planned otherwise is cut along its axes.
     for axes in (False, True) if how.axes and not how.finest else (False,):
         for attempt in how.attempts:

@@ -18,6 +18,7 @@ from jturnip.compiler.report import CompileReport
 from jturnip.errors import DoesNotFit, UnsupportedError
 from jturnip.frontend.flatten import flatten
 from jturnip.frontend.inline import pruned_arguments
+from jturnip.frontend.streaming import Seen
 from jturnip.frontend.values import FlatJaxpr, Type
 from jturnip.graph.plan import Plan
 from jturnip.placement import Arguments, Budget, Returned, Wanted, Whose
@@ -77,7 +78,10 @@ class Lowered:
         # Of the whole function, also where it does not fit.
         self._whole_report: CompileReport | None = None
         try:
-            self._flat = flatten(traced.jaxpr, _forwardable(arguments))
+            platform = compat.lowering_platform(arguments.device)
+            self._flat = flatten(
+                traced.jaxpr, _forwardable(arguments), seen=Seen(platform=platform)
+            )
         except UnsupportedError as error:
             self._refusal = error
         self._given = arguments

@@ -20,6 +20,8 @@ demo := $(VENV)/.demo
 ready := $(VENV)/.ready
 # The same, and the tools of `make check`.
 tools := $(VENV)/.tools
+# What builds the documentation, which needs nothing of the above.
+site := $(VENV)/.site
 sources := $(wildcard xla_ext/*.cc xla_ext/*.h) xla_ext/CMakeLists.txt
 gpu_target := build/gpu
 # Measures even if a test fails, and then fails.
@@ -27,13 +29,14 @@ on_gpu = $(1) -m pytest -m gpu; tests=$$?; $(1) -m benchmarks.gpu $(ARGS) && exi
 sees_gpu := -c 'import sys, jax; sys.exit(jax.default_backend() != "gpu")' 2>/dev/null
 
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-slow check bench gpu bazel clean
+.PHONY: help setup demo test test-slow check docs bench gpu bazel clean
 
 help:
 	@echo 'make demo    train a small Llama under jax.jit and in a quarter of its memory'
 	@echo 'make test    run the tests but the slowest'
 	@echo 'make test-slow  run those'
 	@echo 'make check   lint, format, types, import layers'
+	@echo 'make docs    build the documentation as a site, in build/site'
 	@echo 'make bench   measure on the CPU; writes docs/benchmarks.md'
 	@echo 'make gpu     measure on the GPU; writes benchmarks/results/'
 	@echo 'make bazel   build the C++ with Bazel instead, and try it'
@@ -61,6 +64,10 @@ check: $(tools)
 	    'pyright --pythonpath $(bin)/python' 'lint-imports'; do \
 	  echo "$$tool"; $(bin)/$$tool || failed="$$failed $${tool%% *}"; done; \
 	if [ -n "$$failed" ]; then echo "failed:$$failed"; exit 1; fi
+
+# Fails on a link that leads nowhere, and on a page that is not in the navigation.
+docs: $(site)
+	$(bin)/mkdocs build --strict $(ARGS)
 
 bench: $(ready)
 	$(bin)/python -m benchmarks.cpu $(ARGS)
@@ -109,10 +116,13 @@ clean:
 # Python files are used from the checkout, so that an edit needs no set-up; the C++ is built
 # by pip, and again when it changes. set_up installs what the extras $(1) name.
 install = $(bin)/python -m pip install --quiet --disable-pip-version-check
-define set_up
+define require_python
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo 'jturnip needs Python 3.11 or newer, and $(PYTHON) is not. Name one that is:'; \
 	  echo '  make PYTHON=python3.12 $(MAKECMDGOALS)'; exit 1; }
+endef
+define set_up
+	$(require_python)
 	@for compiler in "$$CXX" c++ g++ clang++; do \
 	  command -v "$$compiler" >/dev/null && exit 0; done; \
 	  echo 'jturnip builds a small C++ extension, and no C++ compiler is on the PATH.'; \
@@ -134,9 +144,17 @@ $(ready): pyproject.toml $(sources)
 	$(call set_up,$(EXTRAS))
 	@touch $(demo)
 
-# pip cannot install an extra alone: what `check` names is read from pyproject.toml.
+# pip cannot install an extra alone: what the extra $(1) names is read from pyproject.toml.
+install_extra = $(bin)/python -c 'import tomllib; \
+  project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+  print(*project["optional-dependencies"]["$(1)"], sep="\n")' | $(install) -r /dev/stdin
+
 $(tools): $(ready)
-	@$(bin)/python -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb")); \
-	  print(*project["project"]["optional-dependencies"]["check"], sep="\n")' \
-	  | $(bin)/python -m pip install --quiet --disable-pip-version-check -r /dev/stdin
+	@$(call install_extra,check)
+	@touch $@
+
+$(site): pyproject.toml
+	$(require_python)
+	@test -x $(bin)/pip || $(PYTHON) -m venv $(VENV)
+	@$(call install_extra,docs)
 	@touch $@

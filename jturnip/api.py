@@ -12,14 +12,15 @@ import jax
 from jturnip import compat, memory, placement
 from jturnip.dispatch import Dispatch, History
 from jturnip.errors import DoesNotFit, InlinedWarning
+from jturnip.graph.report import RunReport
 from jturnip.memory import on_device
 from jturnip.runtime.link import SimulatedLink
-from jturnip.runtime.report import RunReport
 from jturnip.runtime.turns import Turn
+from jturnip.show import pages
 from jturnip.signature import Call, Flat, Statics
 from jturnip.stages import Lowered, Options, Part, Traced, anywhere, placed
 from jturnip.transformations import Function, Functions
-from jturnip.units import parse_bytes
+from jturnip.units import format_bytes, parse_bytes
 
 
 # Why a call is not run in its budget.
@@ -246,6 +247,16 @@ class Wrapped:
 
     def __reduce__(self) -> Any:
         return Wrapped, (self._fn, self._options, self._keywords)
+
+    def _repr_html_(self) -> str:
+        options = self._options
+        budget = "free memory" if options.gpu_bytes is None else None
+        rows = [
+            ("budget", budget or format_bytes(options.gpu_bytes or 0)),
+            ("strategy", options.strategy),
+            ("compiled signatures", str(self._cache_size())),
+        ]
+        return pages.of_wrapped(repr(self).strip("<>"), rows, self.last_run)
 
     def __repr__(self) -> str:
         return f"<jturnip.jit of {getattr(self, '__name__', 'a function')}>"

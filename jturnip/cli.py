@@ -2,14 +2,23 @@
 
 import argparse
 import dataclasses
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable
 from typing import Any
 
 from absl import app, flags, logging
 from absl.flags import argparse_flags
 
-from jturnip import demo, doctor
+from jturnip import api, comparison, demo, doctor
 from jturnip.errors import JTurnipError
 from jturnip.models import llama
+
+
+class UsageError(Exception):
+    """What was named on the command line is not there, or not what it should be."""
 
 
 def run() -> None:
@@ -21,7 +30,7 @@ def main(arguments: argparse.Namespace) -> int | str:
     """Does what `parse` found; the result is an exit status, or what went wrong."""
     try:
         return arguments.execute(arguments)
-    except (JTurnipError, ImportError) as error:
+    except (JTurnipError, ImportError, UsageError) as error:
         return f"jturnip: {error}"
 
 
@@ -33,6 +42,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.set_defaults(execute=lambda arguments: _help(parser))
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     _add_demo(commands)
+    _add_plan(commands)
+    _add_compare(commands)
     _add_doctor(commands)
     return parser.parse_args(argv[1:])
 
@@ -81,6 +92,112 @@ def _demo(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int
     result = demo.run_demo(options)
     print(demo.render(result))
     return 0 if result.agrees else 1
+
+
+def _add_plan(commands: Any) -> None:
+    what = "plan a function in a budget, and say what limits it; nothing runs"
+    parser = commands.add_parser("plan", help=what, description=what)
+    _add_function(parser)
+    parser.add_argument(
+        "--gpu_bytes", help='the budget, such as "8GiB"; by default the function\'s own'
+    )
+    parser.add_argument("--strategy", default="auto", help="see jturnip.jit")
+    parser.set_defaults(execute=_plan)
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    fn, args = _function(arguments)
+    if arguments.gpu_bytes is not None or not isinstance(fn, api.Wrapped):
+        fn = getattr(fn, "__wrapped__", fn) if isinstance(fn, api.Wrapped) else fn
+        fn = api.jit(fn, arguments.gpu_bytes, strategy=arguments.strategy)
+    plan = fn.lower(*args).plan
+    if arguments.json:
+        print(json.dumps({**plan.to_json_dict(), "explained": plan.explain()}))
+    else:
+        print(plan.summary(), plan.explain(), sep="\n\n")
+    return 0
+
+
+def _add_compare(commands: Any) -> None:
+    what = "run a function by stock jax.jit and in some budgets, side by side"
+    parser = commands.add_parser("compare", help=what, description=what)
+    _add_function(parser)
+    parser.add_argument(
+        "--gpu_bytes",
+        default="0.5,0.25",
+        help='budgets, such as "2GiB,0.5": sizes, or shares of what jax.jit needs',
+    )
+    parser.add_argument("--strategies", default="auto", help='such as "auto,layerwise"')
+    known = ", ".join(comparison.BASELINES)
+    parser.add_argument("--baselines", default="", help=f"some of: {known}")
+    parser.add_argument("--rounds", type=int, default=5, help="calls of each way")
+    parser.set_defaults(execute=_compare)
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    fn, args = _function(arguments)
+    try:
+        found = comparison.compare(
+            getattr(fn, "__wrapped__", fn) if isinstance(fn, api.Wrapped) else fn,
+            *args,
+            gpu_bytes=list(map(_budget, _listed(arguments.gpu_bytes))),
+            strategies=_listed(arguments.strategies),
+            baselines=_listed(arguments.baselines),
+            rounds=arguments.rounds,
+        )
+    except ValueError as error:
+        raise UsageError(error) from error
+    print(found.to_json() if arguments.json else found)
+    return 0 if found.agrees else 1
+
+
+def _budget(said: str) -> str | float:
+    try:
+        share = float(said)
+    except ValueError:
+        return said
+    return share if share <= 1 else said
+
+
+def _listed(said: str) -> list[str]:
+    return [part.strip() for part in said.split(",") if part.strip()]
+
+
+def _add_function(parser: Any) -> None:
+    parser.add_argument("function", help="module:name of the function")
+    parser.add_argument(
+        "--args",
+        required=True,
+        help="module:name of its arguments: a tuple, or a function that gives one; for"
+        " `plan` of arrays or jax.ShapeDtypeStructs",
+    )
+    parser.add_argument("--json", action="store_true", help="JSON, for programs")
+
+
+def _function(arguments: argparse.Namespace) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The function that is named, and its arguments."""
+    if os.getcwd() not in sys.path:  # as `python -m` has it
+        sys.path.insert(0, os.getcwd())
+    fn, args = _named(arguments.function), _named(arguments.args)
+    if callable(args):
+        args = args()
+    if not callable(fn):
+        raise UsageError(f"{arguments.function} is a {type(fn).__name__}, no function")
+    if not isinstance(args, tuple):
+        raise UsageError(f"{arguments.args} gives a {type(args).__name__}, and not a tuple")
+    return fn, args
+
+
+def _named(name: str) -> Any:
+    module, colon, attribute = name.partition(":")
+    if not colon or not attribute:
+        raise UsageError(f"{name!r} does not name anything: write module:name")
+    found = importlib.import_module(module)
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            raise UsageError(f"module {module} has no {attribute}")
+        found = getattr(found, part)
+    return found
 
 
 def _add_doctor(commands: Any) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 
 import jturnip
 from jturnip.models import llama, text
+from jturnip.stock import executable_bytes as peak_bytes
 from jturnip.units import format_bytes
 
 
@@ -188,13 +189,6 @@ class _Way:
             d2h_bytes=int(middle("d2h_bytes")) if reports else None,
             stall_seconds=middle("stall_seconds") if reports else None,
         )
-
-
-def peak_bytes(compiled: Any) -> int:
-    """The device memory an executable needs, its arguments and outputs included."""
-    sizes = compiled.memory_analysis()
-    arguments_and_outputs = sizes.argument_size_in_bytes + sizes.output_size_in_bytes
-    return arguments_and_outputs - sizes.alias_size_in_bytes + sizes.temp_size_in_bytes
 
 
 def _link(gbps: float | None) -> Any:

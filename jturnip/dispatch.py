@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from typing import Any
 
-from jturnip.runtime.report import RunReport
+from jturnip.graph.report import RunReport
 from jturnip.runtime.turns import Turn
 from jturnip.signature import Call, Statics
 from jturnip.stages import Compiled, Options, Traced, placed

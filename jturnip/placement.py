@@ -139,7 +139,12 @@ def arena_bytes(gpu_bytes: int, device: Device) -> int:
     The rest covers what no plan can see: our own few bytes and, where an allocator rounds
     (a GPU's hands out blocks up to twice as large as asked), a fiftieth of the budget.
     """
-    rounding = gpu_bytes // 50 if device.platform != "cpu" else 0
+    return arena_bytes_on(gpu_bytes, device.platform)
+
+
+def arena_bytes_on(gpu_bytes: int, platform: str) -> int:
+    """The same, for any device of a platform."""
+    rounding = gpu_bytes // 50 if platform != "cpu" else 0
     return max(0, gpu_bytes - BOOKKEEPING - rounding)
 
 

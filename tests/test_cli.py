@@ -1,9 +1,11 @@
 """The `jturnip` command, the demo's table and the doctor's advice."""
 
+import json
 import pathlib
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import jax
 import pytest
@@ -211,3 +213,80 @@ def test_host_memory_is_what_the_container_leaves(tmp_path: pathlib.Path):
     assert doctor.available_host_bytes(tmp_path) == 4096 * 1024
     (groups / "memory.max").write_text("3000\n")
     assert doctor.available_host_bytes(tmp_path) == 2000
+
+
+USERS = """
+import jax
+import jax.numpy as jnp
+import numpy as np
+import jturnip
+
+
+def loss(weights, x):
+    for w in weights:
+        x = jnp.tanh(x @ w)
+    return jnp.mean(x**2)
+
+
+gradients = jax.grad(loss)
+wrapped = jturnip.jit(gradients, gpu_bytes="300KiB")
+
+
+def arguments():
+    weights = [np.full((128, 128), 0.01, np.float32)] * 6
+    return weights, np.ones((32, 128), np.float32)
+
+
+structs = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), arguments())
+"""
+
+
+@pytest.fixture
+def users_module(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A module of the user's in the current folder."""
+    (tmp_path / "of_a_user.py").write_text(USERS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield "of_a_user"
+    sys.modules.pop("of_a_user", None)
+
+
+def test_plan_says_what_limits_a_function(
+    users_module: str, capsys: pytest.CaptureFixture[str]
+):
+    named = [f"{users_module}:gradients", "--args", f"{users_module}:structs"]
+    assert execute("plan", *named, "--gpu_bytes", "300KiB") == 0
+    said = capsys.readouterr().out
+    assert "limits it" in said
+    assert "of_a_user.py" in said
+    own = [f"{users_module}:wrapped", "--args", f"{users_module}:arguments", "--json"]
+    assert execute("plan", *own) == 0
+    plain = json.loads(capsys.readouterr().out)
+    assert plain["gpu_bytes"] == 300 * 1024
+    assert "limits it" in plain["explained"]
+
+
+def test_compare_runs_side_by_side(users_module: str, capsys: pytest.CaptureFixture[str]):
+    named = [f"{users_module}:wrapped", "--args", f"{users_module}:arguments"]
+    asked = ["--gpu_bytes", "300KiB,0.6", "--rounds", "1"]
+    assert execute("compare", *named, *asked) == 0
+    assert "the answers agree" in capsys.readouterr().out
+    assert execute("compare", *named, *asked, "--json") == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["name"] for row in rows] == ["jax.jit", "jturnip", "jturnip"]
+    assert rows[1]["gpu_bytes"] == 300 * 1024
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "said"),
+    [
+        ("of_a_user", "of_a_user:arguments", "write module:name"),
+        ("of_a_user:nothing", "of_a_user:arguments", "has no nothing"),
+        ("no_such_module:f", "of_a_user:arguments", "no_such_module"),
+        ("of_a_user:structs", "of_a_user:arguments", "no function"),
+        ("of_a_user:loss", "of_a_user:USERS_NUMBER", "has no USERS_NUMBER"),
+    ],
+)
+def test_what_is_not_there_is_said(users_module: str, function: str, args: str, said: str):
+    found = execute("plan", function, "--args", args)
+    assert said in str(found)

@@ -1,9 +1,14 @@
 """The README and the docs: their code runs, their links lead somewhere, names agree."""
 
+import ast
 import doctest
+import importlib.util
+import inspect
 import json
 import pathlib
 import re
+import subprocess
+import sys
 import types
 
 import jax.numpy as jnp
@@ -11,6 +16,7 @@ import pytest
 
 import jturnip
 import jturnip.api
+import jturnip.errors
 
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -66,6 +72,93 @@ def test_links_lead_somewhere(page: pathlib.Path):
         linked = (page.parent / path).resolve() if path else page
         assert linked.exists(), target
         assert not anchor or anchor in anchors(linked), target
+
+
+SITE = [page.relative_to(ROOT / "docs") for page in PAGES[1:]]
+
+
+def test_the_navigation_of_the_site_lists_every_page_once():
+    nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
+    listed = re.findall(r"^ +- [^:]+: (.+)$", nav, re.MULTILINE)
+    assert sorted(listed) == sorted(map(str, SITE))
+
+
+def test_the_index_lists_every_page():
+    text = (ROOT / "docs/index.md").read_text(encoding="utf-8")
+    listed = set(re.findall(r"\]\(([^)#]+)\)", text))
+    assert listed == {str(page) for page in SITE} - {"index.md"}
+
+
+@pytest.mark.parametrize("page", SITE, ids=str)
+def test_pages_of_the_site_link_to_no_file_outside_it(page: pathlib.Path):
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    targets = {t.partition("#")[0] for t in re.findall(r"\]\(([^)]+)\)", text)}
+    for target in targets:
+        if "://" not in target:
+            linked = (ROOT / "docs" / page).parent / target
+            assert linked.resolve().is_relative_to(ROOT / "docs"), target
+
+
+def test_the_site_builds_without_a_warning(tmp_path: pathlib.Path):
+    if importlib.util.find_spec("mkdocs") is None:
+        pytest.skip("mkdocs is not installed; `make docs` installs it")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet"]
+    built = subprocess.run(
+        [*command, "--site-dir", str(tmp_path)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert built.returncode == 0, built.stdout + built.stderr
+    for page in SITE:
+        assert (tmp_path / page).with_suffix(".html").exists()
+
+
+def messages() -> list[str]:
+    """Every string in the source of jturnip, with `…` for what is filled in."""
+    found = []
+    for file in sorted((ROOT / "jturnip").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                constants = (getattr(part, "value", None) for part in node.values)
+                found.append("".join(c if isinstance(c, str) else "…" for c in constants))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return found
+
+
+def test_troubleshooting_has_a_section_for_every_error():
+    text = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
+    errors = {
+        name
+        for name, value in vars(jturnip.errors).items()
+        if inspect.isclass(value) and issubclass(value, Exception)
+    }
+    sections = set(re.findall(r"^## (\w+)$", text, re.MULTILINE))
+    assert errors - sections == {"JTurnipError"}, "the base, of which the page speaks first"
+
+
+def test_troubleshooting_quotes_messages_that_jturnip_has():
+    text = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
+    quoted = re.findall(r"^\| `([^`]+)` \|", text, re.MULTILINE)
+    assert len(quoted) > 30
+    known = messages()
+    for message in quoted:
+        for part in message.split("…"):
+            assert any(part.strip() in each for each in known), message
+
+
+def test_the_changelog_is_in_the_form_of_keep_a_changelog():
+    text = (ROOT / "docs/changelog.md").read_text(encoding="utf-8")
+    first, *released = re.findall(r"^## (.*)", text, re.MULTILINE)
+    assert first == "Unreleased"
+    for heading in released:
+        assert re.fullmatch(r"\d+\.\d+\.\d+ - \d{4}-\d\d-\d\d", heading), heading
+    kinds = ("Added", "Changed", "Deprecated", "Removed", "Fixed", "Security")
+    for section in re.split(r"^## .*", text, flags=re.MULTILINE)[1:]:
+        found = re.findall(r"^### (.*)", section, re.MULTILINE)
+        assert found == [kind for kind in kinds if kind in found], (
+            "each once, in this order"
+        )
+        entries = re.findall(r"^- ", section, re.MULTILINE)
+        assert not entries or section.index("### ") < section.index("\n- ")
 
 
 def test_the_api_page_describes_every_public_name_and_no_other():

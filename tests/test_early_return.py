@@ -13,10 +13,10 @@ import pytest
 from checks import Holdings, assert_same, layers, tower
 
 import jturnip
+from jturnip.graph.report import RunReport
 from jturnip.runners.tasks import Rest
 from jturnip.runtime import engines, turns
 from jturnip.runtime.loop import Running
-from jturnip.runtime.report import RunReport
 
 
 # Of the last task, one large product: while it computes, a call has returned. (XLA's CPU

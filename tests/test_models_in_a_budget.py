@@ -29,12 +29,12 @@ from checks import (
 
 import jturnip
 from jturnip.graph.memgraph import OpKind
+from jturnip.graph.report import RunReport
 from jturnip.models import llama, pair
 from jturnip.planner.verify import peak_bytes, verify
 from jturnip.runners import tasks
 from jturnip.runtime.engines import DeviceEngines
 from jturnip.runtime.loop import Running
-from jturnip.runtime.report import RunReport
 from jturnip.runtime.schedule import NONE, Schedule
 
 

@@ -8,10 +8,10 @@ from hypothesis import given, settings, strategies as st
 from support import GraphBuilder, streaming_chain, taskgraphs
 
 from jturnip.graph.memgraph import OpKind
+from jturnip.graph.report import RunReport
 from jturnip.graph.taskgraph import Place, TaskGraph
 from jturnip.planner.planner import plan, smallest_budget
 from jturnip.planner.strategies import STRATEGIES
-from jturnip.runtime.report import RunReport
 from jturnip.runtime.schedule import COMPUTE, D2H, H2D, Link, Schedule, schedule
 from jturnip.runtime.simulated import simulate
 from jturnip.runtime.state import Limits, RunState

@@ -17,7 +17,7 @@ import functools
 import os
 import time
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -388,8 +388,10 @@ def _compile(
             *(flat.types[v].struct() for v in group.inputs),
             *(t.struct() for t in task.types),
         ),
-        may_be_tried=all(_may_be_tried(flat.equations[e].origin) for e in group.equations)
-        and all(_can_be_made_up(flat.types[v].dtype) for v in group.inputs),
+        may_be_tried=may_be_tried(
+            [flat.equations[e].origin for e in group.equations],
+            [flat.types[v].dtype for v in group.inputs],
+        ),
         overwrites=group.overwrites,
     )
     return executable, origin
@@ -402,6 +404,12 @@ def _settling(jitted: Any) -> Callable[..., Sequence[jax.Array]]:
 
 def _can_be_made_up(dtype: Any) -> bool:
     return not is_key(dtype) and not is_packed(dtype)
+
+
+def may_be_tried(eqns: Iterable[Any], dtypes: Iterable[Any]) -> bool:
+    """Whether equations may be run on zeros: it is known that they end and call nobody, and
+    operands of these types can be made up."""
+    return all(map(_may_be_tried, eqns)) and all(map(_can_be_made_up, dtypes))
 
 
 def _may_be_tried(eqn: Any) -> bool:

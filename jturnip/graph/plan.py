@@ -3,12 +3,30 @@
 import json
 import textwrap
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from jturnip.graph.memgraph import MemGraph, Op, OpKind
+from jturnip.graph.report import RunReport
 from jturnip.graph.serialize import memgraph_to_json_dict
 from jturnip.graph.taskgraph import TaskGraph
 from jturnip.units import format_bytes
+
+
+class OtherBudgets(Protocol):
+    """What the tasks of a plan would take in another budget."""
+
+    @property
+    def least_bytes(self) -> int:
+        """The smallest budget in which they can be planned."""
+        ...
+
+    def seconds_in(self, gpu_bytes: int) -> float:
+        """What the simulator predicts.
+
+        Raises:
+          DoesNotFit: it is less than that.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +56,10 @@ class Plan:
     # Where a loop or a branch is driven (`strategy` "driven"): the plans of its pieces. The
     # figures then count each piece once.
     pieces: "tuple[Plan, ...]" = field(default=(), repr=False)
+    # The run that the simulator predicts; None where the function runs whole or in pieces.
+    predicted_run: RunReport | None = field(default=None, repr=False)
+    # What a larger budget would buy; None as above.
+    others: OtherBudgets | None = field(default=None, repr=False, compare=False)
     # Of a piece, what it is: "body", "branch 0", an operation with the user's line.
     name: str = ""
 
@@ -86,6 +108,18 @@ class Plan:
     def to_json(self) -> str:
         """`to_json_dict` as text."""
         return json.dumps(self.to_json_dict())
+
+    def explain(self) -> str:
+        """In words: what limits it, what is largest at the peak, what leaves the device and
+        why, and what other budgets would bring."""
+        from jturnip.show import explain
+
+        return explain.of_plan(self)
+
+    def _repr_html_(self) -> str:
+        from jturnip.show import pages
+
+        return pages.of_plan(self)
 
     def summary(self) -> str:
         """A few lines for people."""

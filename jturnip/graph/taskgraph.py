@@ -86,7 +86,7 @@ class Task:
         return tuple([b for o, b in enumerate(self.outputs) if o not in over])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class TaskGraph:
     """Buffers and tasks; `tasks` is a valid serial order and ids are positions."""
 
@@ -123,3 +123,11 @@ class TaskGraph:
         for b in self.outputs:
             assert self.buffers[b].start is None, f"output {b} is an input"
             assert b in written, f"output {b} is never written"
+
+    def _repr_html_(self) -> str:
+        from jturnip.show import pages
+
+        return pages.of_taskgraph(self)
+
+    def __repr__(self) -> str:
+        return f"<TaskGraph of {len(self.tasks)} tasks and {len(self.buffers)} buffers>"

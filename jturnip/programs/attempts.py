@@ -6,6 +6,7 @@ from typing import Any
 
 from jturnip import placement
 from jturnip.frontend.loops import Streaming
+from jturnip.hardware import Accelerator
 from jturnip.placement import Arguments, Budget, Whose
 from jturnip.programs.devices import rates
 
@@ -17,7 +18,11 @@ ATTEMPTS = len(_SHARES_OF_LOOPS)
 
 
 def streaming(
-    avals: Sequence[Any], arguments: Arguments, budget: Budget, attempt: int
+    avals: Sequence[Any],
+    arguments: Arguments,
+    budget: Budget,
+    attempt: int,
+    accelerator: Accelerator | None = None,
 ) -> Streaming:
     """What is cut and driven in an attempt; later attempts cut more.
 
@@ -26,6 +31,7 @@ def streaming(
       arguments: how they are held.
       budget: what there is, and what others take of it.
       attempt: from 0 to `ATTEMPTS` - 1.
+      accelerator: what it is for, where that is not the device at hand.
     """
     arena = budget.arena(arguments.device)
     scans, others = _SHARES_OF_LOOPS[attempt]
@@ -37,7 +43,7 @@ def streaming(
     return Streaming(
         largest=int(arena * scans),
         arena=arena,
-        rates=rates(arguments.device),
+        rates=rates(arguments.device, accelerator),
         drive=int(arena * others),
         on_host=frozenset(i for i, w in enumerate(arguments.whose) if w.on_host),
         is_on_host=lambda array: placement.whose(array, False).on_host,

@@ -3,6 +3,7 @@
 from jturnip import compat
 from jturnip.compat import Device
 from jturnip.frontend.costs import LINEAR_ALGEBRA, DeviceRates
+from jturnip.hardware import Accelerator
 from jturnip.runtime.link import SimulatedLink
 from jturnip.runtime.schedule import Link
 
@@ -19,9 +20,10 @@ _RATES = {
 _LINKS = {"cpu": Link(5e9, 5e9), "gpu": Link(2.5e10, 2.5e10)}
 
 
-def rates(device: Device) -> DeviceRates:
-    """What is expected of a device's arithmetic and memory."""
-    return _RATES["cpu" if device.platform == "cpu" else "gpu"]
+def rates(device: Device, instead: Accelerator | None = None) -> DeviceRates:
+    """What is expected of a device's arithmetic and memory, or of any accelerator's."""
+    is_cpu = device.platform == "cpu" and instead is None
+    return _RATES["cpu" if is_cpu else "gpu"]
 
 
 def link_of(device: Device, simulated: SimulatedLink | None) -> Link:

@@ -1,16 +1,20 @@
 """The TaskGraph of a function whose equations are drawn together into tasks."""
 
+import dataclasses
 from collections.abc import Collection, Sequence
 from typing import Any
 
 from jturnip.compat import Device
 from jturnip.compiler import executables as compiler
+from jturnip.compiler.executables import Executable
 from jturnip.frontend.blocks import name_of
 from jturnip.frontend.partition import Group
 from jturnip.frontend.values import FlatJaxpr, Parts
 from jturnip.graph.taskgraph import Buffer, BufferId, Place, Role, Task, TaskGraph, TaskId
+from jturnip.hardware import Accelerator
 from jturnip.placement import Arguments, Whose
 from jturnip.programs.devices import rates
+from jturnip.programs.expected import seconds_on
 from jturnip.programs.places import constant_whose, reuses, unread
 
 
@@ -20,11 +24,13 @@ def build(
     arguments: Arguments,
     compiled: compiler.Compiled | None = None,
     to_host: Collection[int] = (),
+    accelerator: Accelerator | None = None,
 ) -> tuple[TaskGraph, dict[int, BufferId]]:
     """The TaskGraph of some groups, and the buffer of each value.
 
     Buffers of the flat arguments come first, in order, then those of the constants, then
-    those of slices of either.
+    those of slices of either. Tasks have the seconds they take on `accelerator` where that
+    is given, else those measured or expected here.
     """
     buffers: list[Buffer] = []
     of_value: dict[int, BufferId] = {}
@@ -61,7 +67,12 @@ def build(
                 add(value, Role.OUTPUT, end_on_host=value in ending)
             else:
                 add(value, Role.INTERMEDIATE)
-        tasks.append(_task(flat, group, index, of_value, arguments.device, compiled))
+        task = _task(flat, group, index, of_value, compiled)
+        if compiled is not None:
+            executable = compiled.executables[task.executable]
+            seconds = _seconds(flat, group, executable, arguments.device, accelerator)
+            task = dataclasses.replace(task, seconds=seconds)
+        tasks.append(task)
     graph = TaskGraph(
         tuple(buffers),
         tuple(tasks),
@@ -95,7 +106,6 @@ def _task(
     group: Group,
     index: int,
     of_value: dict[int, BufferId],
-    device: Device,
     compiled: compiler.Compiled | None,
 ) -> Task:
     lead = flat.equations[compiler.lead_equation(flat, group)]
@@ -108,8 +118,6 @@ def _task(
             "workspace": executable.workspace,
             "flops": executable.flops,
             "bytes_accessed": executable.bytes_accessed,
-            "seconds": executable.seconds
-            or rates(device).seconds(executable.flops, executable.bytes_accessed),
         }
     return Task(
         id=TaskId(index),
@@ -120,3 +128,18 @@ def _task(
         overwrites=group.overwrites,
         **fields,
     )
+
+
+def _seconds(
+    flat: FlatJaxpr,
+    group: Group,
+    executable: Executable,
+    device: Device,
+    accelerator: Accelerator | None,
+) -> float:
+    """What a task takes: on another accelerator, or here as measured, or as expected."""
+    flops, nbytes = executable.flops, executable.bytes_accessed
+    if accelerator is not None:
+        eqns = [flat.equations[e].origin for e in group.equations]
+        return seconds_on(accelerator, eqns, flops, nbytes)
+    return executable.seconds or rates(device).seconds(flops, nbytes)

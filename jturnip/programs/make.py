@@ -91,7 +91,9 @@ def _made(
         for attempt in how.attempts:
             streaming = None
             if how.streams:
-                streaming = attempts.streaming(avals, arguments, budget, attempt)
+                streaming = attempts.streaming(
+                    avals, arguments, budget, attempt, how.accelerator
+                )
             flat = flatten(closed, forwarded, streaming, condition, seen)
             has_loops = any(e.name in ("scan", "while", "cond") for e in flat.equations)
             if axes and streaming is not None and not has_loops:
@@ -267,6 +269,7 @@ def _straight(
         how.repeated,
         how.returned,
         how.executables,
+        how.accelerator,
     )
     if how.trials is not None:
         split = planning.measure(split, how.trials)
@@ -274,5 +277,7 @@ def _straight(
 
 
 def _planned(split: Split, budget: Budget, how: How) -> Straight:
-    plan, schedule = planning.make_plan(split, budget.room, how.strategy, how.link)
+    plan, schedule = planning.make_plan(
+        split, budget.room, how.strategy, how.link, how.accelerator is None
+    )
     return Straight(split, plan, schedule)

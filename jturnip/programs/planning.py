@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import gc
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from jturnip import placement
 from jturnip.compiler import executables as compiler
@@ -11,10 +12,11 @@ from jturnip.compiler.executables import Trials
 from jturnip.errors import HostMemoryError
 from jturnip.graph.memgraph import MemGraph
 from jturnip.graph.plan import Plan
+from jturnip.graph.report import RunReport
 from jturnip.graph.taskgraph import TaskGraph
 from jturnip.placement import Whose
 from jturnip.planner import figures
-from jturnip.planner.planner import plan as make_memgraph
+from jturnip.planner.planner import plan as make_memgraph, smallest_budget
 from jturnip.planner.verify import verify
 from jturnip.programs.devices import link_of
 from jturnip.programs.places import argument_bytes
@@ -64,30 +66,56 @@ def measure(candidate: Split, trials: Trials) -> Split:
 
 
 def make_plan(
-    candidate: Split, gpu_bytes: int, strategy: str, simulated: SimulatedLink | None
+    candidate: Split,
+    gpu_bytes: int,
+    strategy: str,
+    simulated: SimulatedLink | None,
+    runs_here: bool = True,
 ) -> tuple[Plan, Schedule]:
     """Plans by one strategy, or by the one that the simulator finds fastest; verifies.
 
     Raises:
-      HostMemoryError: where the host cannot hold what must leave the device.
+      HostMemoryError: where it is to run here, and the host cannot hold what must leave
+        the device.
     """
     graph, device = candidate.graph, candidate.arguments.device
     link = link_of(device, simulated)
     names = (strategy,) if strategy != "auto" else _promising(graph)
-    best: tuple[float, str, MemGraph, Schedule] | None = None
+    best: tuple[RunReport, str, MemGraph, Schedule] | None = None
     with _without_cycle_collection():
         for name in names:
             memgraph = make_memgraph(graph, placement.arena_bytes(gpu_bytes, device), name)
             ready = schedule(graph, memgraph, link)
-            seconds = simulate(ready, name, link.latency_seconds).seconds
-            if best is None or seconds < _CLEARLY * best[0]:
-                best = seconds, name, memgraph, ready
+            run = simulate(ready, name, link.latency_seconds)
+            if best is None or run.seconds < _CLEARLY * best[0].seconds:
+                best = run, name, memgraph, ready
         assert best is not None
-        seconds, name, memgraph, ready = best
+        run, name, memgraph, ready = best
         peak = verify(graph, memgraph)
-        plan = _figures(graph, memgraph, gpu_bytes, peak, name, seconds, link)
-    _check_host(plan, candidate)
-    return plan, ready
+        plan = _figures(graph, memgraph, gpu_bytes, peak, name, run, link)
+    if runs_here:
+        _check_host(plan, candidate)
+    least = placement.gpu_bytes_for(smallest_budget(graph), device)
+    others = _OtherBudgets(graph, name, link, device.platform, least)
+    return dataclasses.replace(plan, others=others), ready
+
+
+@dataclass(frozen=True, slots=True)
+class _OtherBudgets:
+    """The same tasks, planned by the same strategy in other budgets."""
+
+    graph: TaskGraph
+    strategy: str
+    link: Link
+    platform: str
+    least_bytes: int
+
+    def seconds_in(self, gpu_bytes: int) -> float:
+        arena = placement.arena_bytes_on(gpu_bytes, self.platform)
+        with _without_cycle_collection():
+            memgraph = make_memgraph(self.graph, arena, self.strategy)
+            ready = schedule(self.graph, memgraph, self.link)
+            return simulate(ready, self.strategy, self.link.latency_seconds).seconds
 
 
 def _promising(graph: TaskGraph) -> tuple[str, ...]:
@@ -100,7 +128,7 @@ def _figures(
     gpu_bytes: int,
     peak_bytes: int,
     strategy: str,
-    seconds: float,
+    run: RunReport,
     link: Link,
 ) -> Plan:
     h2d, d2h = figures.moved_bytes(graph, memgraph)
@@ -115,7 +143,8 @@ def _figures(
         h2d_bytes=h2d,
         d2h_bytes=d2h,
         host_bytes=figures.host_peak_bytes(graph, memgraph),
-        predicted_seconds=seconds,
+        predicted_seconds=run.seconds,
+        predicted_run=run,
         lower_bound_seconds=bound,
         strategy=strategy,
         taskgraph=graph,

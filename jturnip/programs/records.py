@@ -21,6 +21,7 @@ from jturnip.frontend.partition import Group
 from jturnip.frontend.values import FlatJaxpr, Parts
 from jturnip.graph.plan import Plan
 from jturnip.graph.taskgraph import BufferId, TaskGraph
+from jturnip.hardware import Accelerator
 from jturnip.placement import NOTHING_KNOWN, Arguments, Returned
 from jturnip.programs import attempts, places
 from jturnip.runtime.link import SimulatedLink
@@ -74,6 +75,8 @@ class How:
 
     # How the function's results belong together; of what is inside it, nothing is known.
     returned: Returned = NOTHING_KNOWN
+    # What it is planned for where it will not run here, only be predicted.
+    accelerator: Accelerator | None = None
 
     @property
     def tight(self) -> bool:

@@ -12,6 +12,7 @@ from jturnip.frontend.overwriting import with_overwriting
 from jturnip.frontend.partition import Group, Partitioner
 from jturnip.frontend.values import FlatJaxpr
 from jturnip.graph.taskgraph import BufferId, Place, Task, TaskGraph
+from jturnip.hardware import Accelerator
 from jturnip.placement import NOTHING_KNOWN, Arguments, Budget, Returned, Whose
 from jturnip.planner.planner import (
     does_not_fit,
@@ -47,6 +48,7 @@ def split(
     repeated: bool = False,
     returned: Returned = NOTHING_KNOWN,
     used: list[Executable] | None = None,
+    accelerator: Accelerator | None = None,
 ) -> Split:
     """Cuts a function into tasks that fit in a budget, and compiles them.
 
@@ -61,6 +63,7 @@ def split(
       returned: which results are to lie in one memory; those for which there is no room on
         the device go to host memory.
       used: grows by the executables, so that they live until they can be used again.
+      accelerator: what it is for, where that is not the device at hand.
 
     Raises:
       DoesNotFit: where a single equation, or the caller's own arrays, need more.
@@ -69,7 +72,7 @@ def split(
     arguments = kept(arguments, flat)
     device = arguments.device
     arena = budget.arena(device)
-    partitioner = Partitioner(flat, rates(device))
+    partitioner = Partitioner(flat, rates(device, accelerator))
     _refuse_early(flat, partitioner, arguments, budget, used)
     groups = partitioner.partition(0 if finest else arena // _SHARE)
     staying = _not_to_be_lost(flat, arguments, repeated)
@@ -78,7 +81,7 @@ def split(
         groups = with_overwriting(flat, groups, staying)
         compiled = _compile(flat, groups, arguments, compiled)
         used += compiled.executables
-        graph, buffers = build(flat, groups, arguments, compiled, to_host)
+        graph, buffers = build(flat, groups, arguments, compiled, to_host, accelerator)
         if smallest_budget(graph) <= arena:
             break
         kept_bytes = resident_bytes(graph)
@@ -91,7 +94,7 @@ def split(
     away = leaving(flat, arguments, to_host, returned, arena, least)
     to_host = frozenset(to_host).union(away, at_home(flat, arguments))
     if away:
-        graph, buffers = build(flat, groups, arguments, compiled, to_host)
+        graph, buffers = build(flat, groups, arguments, compiled, to_host, accelerator)
     resident = _resident(flat, graph, buffers, arguments, arena) if repeated else ()
     return Split(
         flat=flat,

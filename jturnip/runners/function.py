@@ -9,12 +9,12 @@ import jax
 
 from jturnip import compat, memory
 from jturnip.graph.plan import Plan
+from jturnip.graph.report import RunReport
 from jturnip.memory import device_bytes
 from jturnip.placement import Wanted
 from jturnip.runners.failures import let_go
 from jturnip.runners.pieces import Piece
 from jturnip.runners.tasks import Rest, SplitRunner
-from jturnip.runtime.report import RunReport
 from jturnip.runtime.turns import Turn
 
 
@@ -134,10 +134,11 @@ class ProgramRunner:
         return max(there + self._constants, tried)
 
     def _with(self, report: RunReport | None, at_rest: int) -> RunReport | None:
-        if report is None or not at_rest:
-            return report
+        if report is None:
+            return None
         return dataclasses.replace(
             report,
-            h2d_bytes=report.h2d_bytes + self._wanted.back_bytes,
+            h2d_bytes=report.h2d_bytes + (self._wanted.back_bytes if at_rest else 0),
             peak_bytes=max(report.peak_bytes, at_rest),
+            plan=self.plan,
         )

@@ -11,12 +11,13 @@ from jturnip import compat, memory, placement
 from jturnip.frontend import tables
 from jturnip.frontend.values import Parts
 from jturnip.graph.plan import Plan
+from jturnip.graph.report import RunReport
 from jturnip.memory import device_bytes
 from jturnip.programs.records import Chain, Choice, Loop, Program, Rows, Stage, Straight
 from jturnip.runners.tasks import SplitRunner
 from jturnip.runtime import hoststacks
 from jturnip.runtime.link import SimulatedLink
-from jturnip.runtime.report import Gathered, RunReport
+from jturnip.runtime.report import Gathered
 
 
 class Piece(Protocol):

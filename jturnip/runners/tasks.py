@@ -18,6 +18,7 @@ from jturnip.compiler import nans
 from jturnip.frontend.hints import calls_out
 from jturnip.frontend.values import Parts, Slice, Window
 from jturnip.graph.memgraph import MemGraph, OpKind
+from jturnip.graph.report import RunReport
 from jturnip.programs.places import unread
 from jturnip.programs.records import Split, Straight
 from jturnip.runners.failures import (
@@ -37,7 +38,6 @@ from jturnip.runtime.engines import (
 from jturnip.runtime.hoststacks import Assembled, Assembly, parts_of
 from jturnip.runtime.link import SimulatedLink
 from jturnip.runtime.loop import Running
-from jturnip.runtime.report import RunReport
 
 
 class SplitRunner:
@@ -301,7 +301,11 @@ class Rest:
 
 
 def _with_bytes(report: RunReport, more: int) -> RunReport:
-    return dataclasses.replace(report, peak_bytes=report.peak_bytes + more)
+    return dataclasses.replace(
+        report,
+        peak_bytes=report.peak_bytes + more,
+        in_use=tuple([nbytes + more for nbytes in report.in_use]),
+    )
 
 
 def _blame(

@@ -13,10 +13,10 @@ from jturnip.compiler import nans
 from jturnip.frontend.values import FlatJaxpr, Type
 from jturnip.graph.memgraph import MemGraph
 from jturnip.graph.plan import Plan
+from jturnip.graph.report import RunReport
 from jturnip.graph.taskgraph import TaskGraph
 from jturnip.placement import Arguments, Wanted, Whose
 from jturnip.runners.failures import check_donated_once, let_go
-from jturnip.runtime.report import RunReport
 from jturnip.runtime.turns import Turn
 
 
@@ -62,7 +62,7 @@ class WholeRunner:
             return None
         plan = self.plan
         moved = plan.h2d_bytes, plan.d2h_bytes
-        return RunReport("whole", self._seconds, 0.0, *moved, plan.peak_bytes)
+        return RunReport("whole", self._seconds, 0.0, *moved, plan.peak_bytes, plan=plan)
 
     def run(self, leaves: Sequence[Any]) -> Any:
         began, outer = time.perf_counter(), sys.exc_info()[1]

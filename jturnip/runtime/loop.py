@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from jturnip.errors import InternalError
-from jturnip.runtime.report import Recorder, RunReport
+from jturnip.graph.report import RunReport
+from jturnip.runtime.report import Recorder
 from jturnip.runtime.schedule import Schedule
 from jturnip.runtime.state import Limits, RunState
 

@@ -1,45 +1,7 @@
-"""What a run did, as a record, and what follows it while it happens."""
+"""What follows a run while it happens, and makes its report."""
 
-from dataclasses import dataclass, field
-
+from jturnip.graph.report import RunReport
 from jturnip.runtime.schedule import COMPUTE, D2H, H2D, NONE, Schedule
-from jturnip.units import format_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class RunReport:
-    """One call of a jturnip function. Times are seconds since its loop began."""
-
-    # The strategy of the plan that ran; "whole" where it ran as one executable.
-    strategy: str
-    # From the first instruction to the last completion; for "whole", the dispatch only.
-    seconds: float
-    # Time in which compute was idle while runs were left, waiting for transfers or for
-    # the bytes they free. Intervals do not overlap, so nothing is counted twice.
-    stall_seconds: float
-    h2d_bytes: int
-    d2h_bytes: int
-    # The most bytes in use at any moment, workspace and transfers in flight included.
-    peak_bytes: int
-    # Sum of the runs' own times on the device.
-    compute_seconds: float = 0.0
-    # Op ids of the plan in the order they were started, drops left out, and their times. Of
-    # a plan in pieces, numbers that `Plan.locate` knows; what a loop repeats comes again.
-    order: tuple[int, ...] = field(default=(), repr=False)
-    starts: tuple[float, ...] = field(default=(), repr=False)
-    ends: tuple[float, ...] = field(default=(), repr=False)
-    # How many more ops there were, of a loop with very many turns.
-    not_in_order: int = 0
-    # When its loop began, by `time.perf_counter`.
-    began: float = field(default=0.0, repr=False, compare=False)
-
-    def summary(self) -> str:
-        """One line for people."""
-        return (
-            f"{self.strategy}: {self.seconds:.3f} s, stalled {self.stall_seconds:.3f} s,"
-            f" peak {format_bytes(self.peak_bytes)}, {format_bytes(self.h2d_bytes)} to the"
-            f" device, {format_bytes(self.d2h_bytes)} to the host"
-        )
 
 
 class Gathered:
@@ -55,6 +17,7 @@ class Gathered:
         self._order: list[int] = []
         self._starts: list[float] = []
         self._ends: list[float] = []
+        self._in_use: list[int] = []
 
     def add(self, report: RunReport, first_op: int = 0, beside_bytes: int = 0) -> None:
         """One more piece ran.
@@ -77,6 +40,7 @@ class Gathered:
         self._order += [first_op + op for op in report.order[:told]]
         self._starts += [later + seconds for seconds in report.starts[:told]]
         self._ends += [later + seconds for seconds in report.ends[:told]]
+        self._in_use += [nbytes + beside_bytes for nbytes in report.in_use[:told]]
         self._left_out += len(report.order) - told + report.not_in_order
 
     def at_rest(self, nbytes: int) -> None:
@@ -96,6 +60,7 @@ class Gathered:
             order=tuple(self._order),
             starts=tuple(self._starts),
             ends=tuple(self._ends),
+            in_use=tuple(self._in_use),
             not_in_order=self._left_out,
             began=self._began or 0.0,
         )
@@ -114,6 +79,7 @@ class Recorder:
         self.live_bytes = self.peak_bytes = schedule.bytes_at_start
         self._order: list[int] = []
         self._starts: list[float] = []
+        self._in_use: list[int] = []
         self._ends: dict[int, float] = {}
         self._stall = 0.0
 
@@ -126,6 +92,7 @@ class Recorder:
         self.live_bytes += schedule.takes[op]
         if self.live_bytes > self.peak_bytes:
             self.peak_bytes = self.live_bytes
+        self._in_use.append(self.live_bytes)
         self.live_bytes -= schedule.gives_back[op]
         self._order.append(op)
         self._starts.append(now)
@@ -164,6 +131,7 @@ class Recorder:
             order=tuple(self._order),
             starts=tuple(starts),
             ends=tuple(ends),
+            in_use=tuple(self._in_use),
             began=begin,
         )
 

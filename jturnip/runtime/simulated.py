@@ -7,8 +7,8 @@ issue it earlier.
 
 import heapq
 
+from jturnip.graph.report import RunReport
 from jturnip.runtime.loop import run
-from jturnip.runtime.report import RunReport
 from jturnip.runtime.schedule import NONE, Schedule
 from jturnip.runtime.state import Limits
 

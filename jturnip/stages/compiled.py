@@ -11,9 +11,9 @@ from jturnip.compiler.report import CompileReport
 from jturnip.errors import ArgumentError
 from jturnip.frontend.values import Type
 from jturnip.graph.plan import Plan
+from jturnip.graph.report import RunReport
 from jturnip.placement import Arguments
 from jturnip.runners.function import Runner
-from jturnip.runtime.report import RunReport
 from jturnip.signature import Call
 from jturnip.stages.options import Options, placed
 

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import threading
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -21,18 +21,23 @@ from jturnip.frontend.inline import pruned_arguments
 from jturnip.frontend.streaming import Seen
 from jturnip.frontend.values import FlatJaxpr, Type
 from jturnip.graph.plan import Plan
+from jturnip.hardware import Accelerator, HostLink, accelerator, host_link
 from jturnip.placement import Arguments, Budget, Returned, Wanted, Whose
 from jturnip.programs import bounds, places
 from jturnip.programs.bounds import least_whole_bytes, whole_bytes
+from jturnip.programs.devices import link_of, rates
 from jturnip.programs.make import make_program, remeasured
 from jturnip.programs.records import Chain, How, Program, Straight
 from jturnip.programs.refusals import explained, refusal_of_budget, refusal_that_is_true
 from jturnip.runners.function import ProgramRunner, Runner
 from jturnip.runners.pieces import make_piece
 from jturnip.runners.whole import Moves, WholeRunner, moves_of, whole_plan
+from jturnip.runtime.link import SimulatedLink
 from jturnip.runtime.turns import Turn
+from jturnip.stages import prediction
 from jturnip.stages.compiled import Compiled, avals, cost_of, donated
 from jturnip.stages.options import Options, Part
+from jturnip.stages.prediction import Prediction
 from jturnip.units import format_bytes, padded
 
 
@@ -90,6 +95,10 @@ class Lowered:
         )
         # Whether every equation is to be a task of its own, for study.
         self._finest = False
+        # What it is planned for, where it is to be predicted and not to be run.
+        self._accelerator: Accelerator | None = None
+        # What was compiled for predictions: the next needs most of it again.
+        self._of_prediction: list[Any] = []
         # What was compiled before the function was refused.
         self._of_refusal: list[Any] = []
         self._lock = threading.RLock()
@@ -324,10 +333,15 @@ class Lowered:
     def _program(self) -> Program:
         return self._make_program()
 
-    def _make_program(self, trials: Trials | None = None) -> Program:
+    def _make_program(
+        self, trials: Trials | None = None, used: list[Any] | None = None
+    ) -> Program:
+        """The program; `used` grows by the executables."""
         if self._refusal is not None:
             raise self._refusal
         how = self._how(trials)
+        if used is not None:
+            how = dataclasses.replace(how, executables=used)
         try:
             return self._made(how)
         except DoesNotFit as refusal:
@@ -409,6 +423,7 @@ class Lowered:
             trials,
             self._finest,
             returned=returned,
+            accelerator=self._accelerator,
         )
 
     def _trials(self) -> Trials:
@@ -428,13 +443,15 @@ class Lowered:
             self._turn.alone(None)
             yield
 
-    def _measured_program(self, trials: Trials) -> Program:
+    def _measured_program(
+        self, trials: Trials | None, used: list[Any] | None = None
+    ) -> Program:
         """The program with measured times; what was planned before them is used again."""
-        if "_program" in self.__dict__:
+        if "_program" in self.__dict__ and trials is not None:
             again = remeasured(self._program, self.gpu_bytes, self._how(trials))
             if again is not None:
                 return again
-        return self._make_program(trials)
+        return self._make_program(trials, used)
 
     @compat.api_boundary
     def compile(self, compiler_options: dict[str, Any] | None = None) -> "Compiled":
@@ -487,6 +504,106 @@ class Lowered:
         return Compiled(
             runner, self._in_tree, self._arguments, self._traced, self._options, report
         )
+
+    @compat.api_boundary
+    def predict(
+        self, device: str | Accelerator | None = None, link: str | HostLink | None = None
+    ) -> Prediction:
+        """What a call would take on a device, over a link, in this budget.
+
+        With a device named, nothing runs and no arrays are made: the time of each task is
+        the larger of XLA's operations over the device's arithmetic and XLA's bytes over its
+        memory, and one launch. With these and the link's rates the function is planned
+        and simulated. The tasks are those a GPU would get, but compiled for the backend at
+        hand: its workspace, its fusion and its counts are not quite a GPU's, and a GPU's
+        plan leaves a fiftieth of the budget to the allocator. So take it for what is
+        possible, not for a promise. Whether this machine's host memory could hold what
+        leaves the device does not count.
+
+        Without a device it is the machine at hand: tasks are measured, as `compile` does,
+        which needs device memory for a moment.
+
+        Args:
+          device: a name in `jturnip.ACCELERATORS`, a record of your own, or None for the
+            device at hand. Without a budget, the function has nine tenths of the memory of
+            the device.
+          link: a name in `jturnip.LINKS`, a record of your own, or None for what the
+            device usually has; of the device at hand, for the function's own `link`, or
+            what is expected of the link there.
+
+        Raises:
+          ValueError: the name is not known, or the budget is more than the device has.
+          DoesNotFit, UnsupportedError: as `plan` does.
+        """
+        on = None if device is None else accelerator(device)
+        over = None if link is None else host_link(link)
+        if on is not None and over is None:
+            over = host_link(on.link)
+        with self._lock:
+            made = self._elsewhere(on, over)
+            name = on.name if on else f"{self._arguments.device.device_kind} as measured"
+            simulated = self._options.link is not None
+            at_hand = "a simulated link" if simulated else "the link at hand"
+            names = name, over.name if over else at_hand
+            if made._whole is not None:
+                plan, seconds = made._whole_plan[1], made._whole_seconds(made._whole)
+                expected = link_of(made._arguments.device, made._options.link)
+                return prediction.of_whole(plan, seconds, expected, *names)
+            trials = made._trials() if on is None else None
+            program = made._measured_program(trials, self._of_prediction)
+            return prediction.of_split(program.plan, *names)
+
+    def _elsewhere(self, on: Accelerator | None, over: HostLink | None) -> "Lowered":
+        """The same function on an accelerator, over a link; None for what it has here."""
+        if on is None and over is None:
+            return self
+        options = dataclasses.replace(self._options, gpu_bytes=self.gpu_bytes)
+        if over is not None:
+            link = SimulatedLink(
+                over.h2d_bytes_per_second, over.d2h_bytes_per_second, over.latency_seconds
+            )
+            options = dataclasses.replace(options, link=link)
+        if on is not None and on.memory_bytes is not None:
+            if self._options.gpu_bytes is None:
+                options = dataclasses.replace(options, gpu_bytes=on.memory_bytes * 9 // 10)
+            elif self.gpu_bytes > on.memory_bytes:
+                raise ValueError(
+                    f"gpu_bytes is {format_bytes(self.gpu_bytes)};"
+                    f" {on.name} has {format_bytes(on.memory_bytes)}"
+                )
+        made = self._with_options(options, self._in_any_budget)
+        made._accelerator = on
+        made._finest = self._finest
+        if made.gpu_bytes == self.gpu_bytes and self._whole is not None:
+            made._compiled_whole, made._whole_report = (
+                self._compiled_whole,
+                self._whole_report,
+            )
+        return made
+
+    def _whole_seconds(self, whole: Any) -> float:
+        """Seconds of the function as one executable."""
+        jaxpr = self._traced.jaxpr
+        if self._accelerator is not None:
+            return prediction.whole_seconds_on(self._accelerator, whole, jaxpr)
+        device = self._arguments.device
+
+        def call(leaves: Sequence[Any]) -> Any:
+            args, kwargs = jax.tree.unflatten(self._in_tree, leaves)
+            return whole(*args, **kwargs)
+
+        measured = prediction.whole_seconds_here(
+            whole,
+            jaxpr,
+            self._traced.args_info,
+            call,
+            self._compiled_whole[1],
+            placement.sharding(device, on_host=False),
+            self._trials(),
+        )
+        cost = cost_of(whole, self._whole_plan[1])
+        flops, nbytes = cost.get("flops", 0.0), cost.get("bytes accessed", 0.0)
+        return measured or rates(device).seconds(flops, nbytes)
 
     def _warn_of_useless_donations(self) -> None:
         """As `jax.jit` does, where it did not see the function whole."""

@@ -1,0 +1,580 @@
+"""`jturnip.compare`: stock `jax.jit`, jturnip in some budgets and what one would do without
+it, side by side on the same arguments."""
+
+import contextlib
+import dataclasses
+import inspect
+import json
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from jturnip import api, compat, memory
+from jturnip.errors import JTurnipError
+from jturnip.frontend.values import is_key
+from jturnip.graph.report import RunReport
+from jturnip.show import charts, pages
+from jturnip.show.pictures import format_seconds
+from jturnip.stock import executable_bytes
+from jturnip.units import format_bytes, parse_bytes
+
+
+STOCK = "jax.jit"
+# Answers may differ by so many units in the last place of the largest number: sums are made
+# in another order, and long ones add that up.
+_ULPS = 1024
+# What JAX can do by itself; a name to what it makes of the function that is differentiated.
+_POLICIES: dict[str, Callable[[], Any]] = {
+    "checkpoint": lambda: None,
+    "checkpoint dots": lambda: jax.checkpoint_policies.dots_saveable,
+    "checkpoint dots without batch": (
+        lambda: jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+    ),
+    "offload dots": lambda: jax.checkpoint_policies.offload_dot_with_no_batch_dims(
+        "device", "pinned_host"
+    ),
+}
+_OFFLOAD = "offload arguments"
+BASELINES = (*_POLICIES, _OFFLOAD)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One way to run the function."""
+
+    # "jax.jit", "jturnip", or the baseline's.
+    name: str
+    # Of jturnip's rows; also as a share of what stock `jax.jit` needs.
+    gpu_bytes: int | None = None
+    share: float | None = None
+    strategy: str = ""
+    # The most device bytes: by XLA's analysis, for jturnip by its own account of a run.
+    peak_bytes: int | None = None
+    # Of each round, and over that of `jax.jit` in the same round.
+    seconds: tuple[float, ...] = ()
+    ratios: tuple[float, ...] = ()
+    # Of the last run: bytes over the link, and time in which compute waited for it.
+    h2d_bytes: int | None = None
+    d2h_bytes: int | None = None
+    stall_seconds: float | None = None
+    # No order of the plan's operations can be faster.
+    lower_bound_seconds: float | None = None
+    # To the first result: tracing, planning and compiling.
+    first_seconds: float | None = None
+    # How far the answer is from the first row that has one, in units in the last place of
+    # the largest number.
+    ulps: float | None = None
+    # Why it did not run.
+    refused: str = ""
+
+    @property
+    def median_seconds(self) -> float | None:
+        """The median of its rounds; None where it did not run."""
+        return statistics.median(self.seconds) if self.seconds else None
+
+    @property
+    def ratio(self) -> float | None:
+        """The median of its ratios; None where it or `jax.jit` did not run."""
+        return statistics.median(self.ratios) if self.ratios else None
+
+    @property
+    def agrees(self) -> bool | None:
+        """Whether its answer is the first row's to rounding; None without one. Never true
+        of a NaN that the other does not have."""
+        return None if self.ulps is None else self.ulps <= _ULPS
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Comparison:
+    """Ways to run one function, side by side."""
+
+    function: str
+    device: str
+    # By XLA's own analysis of stock `jax.jit`.
+    stock_peak_bytes: int
+    rows: tuple[Row, ...]
+    # What the last call of each jturnip row did; not part of the JSON.
+    runs: tuple[RunReport, ...] = field(default=(), repr=False, compare=False)
+
+    @property
+    def agrees(self) -> bool:
+        """Whether all that ran gave the same answer, to rounding."""
+        return all(row.agrees is not False for row in self.rows)
+
+    def to_json_dict(self) -> dict[str, Any]:
+        """All of it as plain data."""
+        rows = []
+        for row in self.rows:
+            plain = dataclasses.asdict(row)
+            rows.append({**plain, "ratio": row.ratio, "agrees": row.agrees})
+        return {
+            "function": self.function,
+            "device": self.device,
+            "stock_peak_bytes": self.stock_peak_bytes,
+            "rows": rows,
+        }
+
+    def to_json(self) -> str:
+        """`to_json_dict` as text."""
+        return json.dumps(self.to_json_dict())
+
+    def to_pandas(self) -> Any:
+        """A `pandas.DataFrame`, a row each."""
+        import pandas
+
+        plain = [
+            {**dataclasses.asdict(row), "seconds": row.median_seconds, "ratio": row.ratio}
+            for row in self.rows
+        ]
+        return pandas.DataFrame(plain).drop(columns="ratios")
+
+    def plot(self, axes: Any = None) -> Any:
+        """Time, and bytes over the link, against the budget, with matplotlib.
+
+        Args:
+          axes: two axes to draw on; new ones without.
+
+        Returns:
+          The figure.
+        """
+        return charts.of_comparison(self, axes)
+
+    def __str__(self) -> str:
+        cells = [_HEADS, *(_cells(row) for row in self.rows)]
+        widths = [max(len(row[k]) for row in cells) for k in range(len(_HEADS))]
+        lines = [
+            "  ".join(c.ljust(w) if k < 3 else c.rjust(w) for k, (c, w) in both).rstrip()
+            for both in (enumerate(zip(row, widths, strict=True)) for row in cells)
+        ]
+        lines += [f"{_label(row)}: {row.refused}" for row in self.rows if row.refused]
+        return "\n".join([self._title(), "", *lines])
+
+    def __repr__(self) -> str:
+        return f"<Comparison of {self.function}, {len(self.rows)} ways>"
+
+    def _title(self) -> str:
+        peak = format_bytes(self.stock_peak_bytes)
+        verdict = "the answers agree" if self.agrees else "THE ANSWERS DIFFER"
+        return f"{self.function} on {self.device}: jax.jit needs {peak}; {verdict}"
+
+    def _repr_html_(self) -> str:
+        refused = [
+            pages.paragraph(f"{_label(row)}: {row.refused}")
+            for row in self.rows
+            if row.refused
+        ]
+        return pages.block(
+            self._title(), pages.table(_HEADS, map(_cells, self.rows)), *refused
+        )
+
+
+_HEADS = (
+    "way", "budget", "strategy", "peak", "time", "x jax.jit", "to device", "to host",
+    "stalled", "at least", "first call", "answer",
+)  # fmt: skip
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    nbytes = lambda n: "" if n is None else format_bytes(n)
+    seconds = lambda s: "" if s is None else format_seconds(s)
+    budget = nbytes(row.gpu_bytes)
+    if row.share is not None:
+        budget += f" ({row.share:.0%})"
+    answer = {None: "", True: "same", False: "DIFFERS"}[row.agrees]
+    return (
+        row.name,
+        budget,
+        row.strategy,
+        nbytes(row.peak_bytes),
+        seconds(row.median_seconds) if row.seconds else "refused",
+        "" if row.ratio is None else f"{row.ratio:.2f}",
+        nbytes(row.h2d_bytes),
+        nbytes(row.d2h_bytes),
+        seconds(row.stall_seconds),
+        seconds(row.lower_bound_seconds),
+        seconds(row.first_seconds),
+        answer,
+    )
+
+
+def _label(row: Row) -> str:
+    budget = "" if row.gpu_bytes is None else f" {format_bytes(row.gpu_bytes)}"
+    return row.name + budget
+
+
+def compare(
+    fn: Callable[..., Any],
+    *args: Any,
+    gpu_bytes: Iterable[int | float | str] | int | float | str = (0.5, 0.25),
+    strategies: Iterable[str] | str = ("auto",),
+    baselines: Iterable[str] | Mapping[str, Callable[..., Any]] = (),
+    transform: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
+    rounds: int = 5,
+    progress: bool = True,
+    **keywords: Any,
+) -> Comparison:
+    """Runs a function by stock `jax.jit`, and by jturnip in each budget, in turn.
+
+    `jax.jit` has its arguments on the device; jturnip has them in pinned host memory, as it
+    is used. Each round runs every way once, so that what else the machine does slows all;
+    the first call, which compiles, is not among the rounds. Donated arguments are copied
+    before each call, which is not timed.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jturnip
+      >>> loss = lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2)
+      >>> w, x = jnp.ones((64, 64)), jnp.ones((512, 64))
+      >>> c = jturnip.compare(loss, w, x, gpu_bytes=0.5, transform=jax.grad, rounds=1)
+      >>> [row.name for row in c.rows], c.agrees
+      (['jax.jit', 'jturnip'], True)
+
+    Args:
+      fn: the function.
+      *args: its arguments.
+      gpu_bytes: budgets: bytes, strings such as "8GiB", or, as floats up to 1, shares of
+        what `jax.jit` needs.
+      strategies: of `jturnip.jit`; each runs in each budget.
+      baselines: what one would do without jturnip: names of `jturnip.BASELINES`, or a
+        dictionary of names to functions that take the same arguments. "checkpoint" and the
+        others with policies wrap `fn` in `jax.checkpoint`, which changes something only
+        under `transform`; "offload arguments" holds the arguments in pinned host memory and
+        leaves it to XLA when each is brought.
+      transform: applied to `fn` in every way, such as `jax.grad`.
+      rounds: how often each way runs.
+      progress: whether to show a bar on terminals and in notebooks, with tqdm.
+      **keywords: of both `jax.jit` and `jturnip.jit`, such as `donate_argnums`; `link`, of
+        `jturnip.jit` alone.
+
+    Returns:
+      A `Comparison`, `jax.jit`'s row first. What does not fit, or is refused, is a row that
+      says so.
+
+    Raises:
+      ValueError: a baseline's name is not known, or `rounds` is less than one.
+      BudgetError: a budget is not a size.
+    """
+    if rounds < 1:
+        raise ValueError(f"rounds={rounds} must be at least 1")
+    link = keywords.pop("link", None)
+    call = _Call.of(fn, args, keywords)
+    transformed = lambda fn: call.bound(transform(fn) if transform else fn)
+    whole = transformed(fn)
+    stock = _Jax(STOCK, whole, call, on_host=False)
+    peak = stock.peak_bytes
+    ways: list[_Way] = [stock]
+    for name, other in _baselines(baselines, fn, transformed):
+        if other is None:
+            ways.append(_Jax(name, _brought(whole), call, on_host=True))
+        else:
+            ways.append(_Jax(name, other, call, on_host=False))
+    each = [gpu_bytes] if isinstance(gpu_bytes, int | float | str) else list(gpu_bytes)
+    names = [strategies] if isinstance(strategies, str) else list(strategies)
+    for budget in each:
+        nbytes = _bytes_of(budget, peak)
+        for strategy in names:
+            jitted = api.jit(whole, nbytes, strategy=strategy, link=link, **call.keywords)
+            ways.append(_Budgeted(jitted, call.args, nbytes, nbytes / peak, strategy))
+    with _bar(len(ways) * (rounds + 1), progress) as step:
+        _run_in_turn(ways, rounds, step)
+    return _comparison(getattr(fn, "__name__", "a function"), peak, ways)
+
+
+def _bytes_of(budget: int | float | str, peak: int) -> int:
+    if isinstance(budget, float) and 0 < budget <= 1:
+        return max(1, int(budget * peak))
+    return parse_bytes(budget)
+
+
+def _baselines(
+    asked: Iterable[str] | Mapping[str, Callable[..., Any]],
+    fn: Callable[..., Any],
+    transformed: Callable[..., Callable[..., Any]],
+) -> Iterator[tuple[str, Callable[..., Any] | None]]:
+    """Names with functions; None for arguments that XLA is to bring."""
+    if isinstance(asked, Mapping):
+        yield from ((name, transformed(other)) for name, other in asked.items())
+        return
+    for name in [asked] if isinstance(asked, str) else asked:
+        if name not in BASELINES:
+            raise ValueError(
+                f"baseline {name!r} is not known: choose from {', '.join(BASELINES)}, or"
+                " give a dictionary of names to functions"
+            )
+        if name == _OFFLOAD:
+            yield name, None
+        else:
+            policy = _POLICIES[name]()
+            yield name, transformed(jax.checkpoint(fn, policy=policy))
+
+
+def _brought(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The same with arguments that XLA brings to the device."""
+
+    def brought(*args: Any) -> Any:
+        return fn(*jax.device_put(args, jax.memory.Space.Device))
+
+    return brought
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call without its static arguments, which are bound, so that every way is given the
+    same arrays."""
+
+    args: tuple[Any, ...]
+    # Of `jax.jit`.
+    keywords: dict[str, Any]
+    # Static arguments by position.
+    statics: dict[int, Any]
+
+    @classmethod
+    def of(
+        cls, fn: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> "_Call":
+        left = dict(keywords)
+        static = _positions(fn, len(args), left, "static")
+        donated = _positions(fn, len(args), left, "donate")
+        dynamic = [i for i in range(len(args)) if i not in static]
+        if donated:
+            left["donate_argnums"] = tuple(dynamic.index(i) for i in donated)
+        return cls(
+            tuple(args[i] for i in dynamic), left, {i: args[i] for i in sorted(static)}
+        )
+
+    def bound(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """`fn` of the other arguments."""
+        if not self.statics:
+            return fn
+
+        def bound(*args: Any) -> Any:
+            all_of_them = list(args)
+            for i, value in self.statics.items():  # by position, so each has its place
+                all_of_them.insert(i, value)
+            return fn(*all_of_them)
+
+        return bound
+
+
+def _positions(
+    fn: Callable[..., Any], count: int, keywords: dict[str, Any], what: str
+) -> list[int]:
+    """Positions that `static_argnums` and `static_argnames` say, or those of `donate`; both
+    are taken out of the keywords."""
+    numbers = keywords.pop(f"{what}_argnums", None)
+    names = keywords.pop(f"{what}_argnames", None)
+    numbers = () if numbers is None else (numbers,) if isinstance(numbers, int) else numbers
+    names = () if names is None else (names,) if isinstance(names, str) else names
+    found = {n % count for n in numbers if -count <= n < count}
+    if names:
+        parameters = list(inspect.signature(fn).parameters)
+        found |= {parameters.index(n) for n in names if n in parameters[:count]}
+    return sorted(found)
+
+
+# -- ways ------------------------------------------------------------------------------
+
+
+class _Way:
+    """One way to run the function, and what came of it so far."""
+
+    def __init__(self, row: Row, args: tuple[Any, ...]):
+        self.row = row
+        self._args = args
+        self.results: Any = None
+        # Of the calls, the first among them; of what came before that.
+        self.seconds: list[float] = []
+        self.setup_seconds = 0.0
+        self.refused = ""
+
+    def call(self, args: Any) -> Any:
+        """Runs once."""
+        raise NotImplementedError
+
+    def donated(self) -> frozenset[int]:
+        """Positions of leaves that a call uses up."""
+        raise NotImplementedError
+
+    def run(self) -> None:
+        """Runs once more, unless that is known to fail."""
+        if self.refused:
+            return
+        args = self._fresh()
+        began = time.perf_counter()
+        try:
+            results = jax.block_until_ready(self.call(args))
+        except (JTurnipError, jax.errors.JaxRuntimeError, NotImplementedError) as error:
+            self.refused = str(error).splitlines()[0]
+            return
+        self.seconds.append(time.perf_counter() - began)
+        self.results = results
+
+    def _fresh(self) -> Any:
+        leaves, tree = jax.tree.flatten(self._args)
+        donated = self.donated()
+        leaves = [memory.copy(a) if i in donated else a for i, a in enumerate(leaves)]
+        return jax.tree.unflatten(tree, jax.block_until_ready(leaves))
+
+    def final(self) -> Row:
+        """Its row, without the answer."""
+        first, rounds = self.seconds[:1], tuple(self.seconds[1:])
+        return dataclasses.replace(
+            self.row,
+            seconds=rounds,
+            first_seconds=self.setup_seconds + first[0] if first else None,
+            refused=self.refused,
+        )
+
+
+class _Jax(_Way):
+    """Something that `jax.jit` made."""
+
+    def __init__(self, name: str, fn: Callable[..., Any], call: _Call, on_host: bool):
+        placed = memory.host(call.args) if on_host else memory.device(call.args)
+        super().__init__(Row(name), placed)
+        self.peak_bytes = 0
+        began = time.perf_counter()
+        try:
+            self._compiled = jax.jit(fn, **call.keywords).lower(*placed).compile()
+            self.setup_seconds = time.perf_counter() - began
+            self.peak_bytes = executable_bytes(self._compiled)
+            self.row = dataclasses.replace(self.row, peak_bytes=self.peak_bytes)
+        except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
+            if name == STOCK:
+                raise
+            self.refused = str(error).splitlines()[0]
+
+    def call(self, args: Any) -> Any:
+        return self._compiled(*args)
+
+    def donated(self) -> frozenset[int]:
+        infos = jax.tree.leaves(self._compiled.args_info)
+        return frozenset(i for i, info in enumerate(infos) if info.donated)
+
+
+class _Budgeted(_Way):
+    """Something that `jturnip.jit` made."""
+
+    def __init__(
+        self, jitted: Any, args: tuple[Any, ...], nbytes: int, share: float, strategy: str
+    ):
+        row = Row("jturnip", gpu_bytes=nbytes, share=share, strategy=strategy)
+        super().__init__(row, memory.host(args))
+        self._jitted = jitted
+        self._donated: frozenset[int] | None = None
+
+    def call(self, args: Any) -> Any:
+        return self._jitted(*args)
+
+    def donated(self) -> frozenset[int]:
+        if self._donated is None:
+            infos = jax.tree.leaves(self._jitted.trace(*self._args).args_info)
+            self._donated = frozenset(i for i, info in enumerate(infos) if info.donated)
+        return self._donated
+
+    @property
+    def report(self) -> RunReport | None:
+        """What the last call did."""
+        return self._jitted.last_run
+
+    def final(self) -> Row:
+        row, run = super().final(), self.report
+        if run is None:
+            return row
+        return dataclasses.replace(
+            row,
+            strategy=run.strategy,
+            peak_bytes=run.peak_bytes,
+            h2d_bytes=run.h2d_bytes,
+            d2h_bytes=run.d2h_bytes,
+            stall_seconds=run.stall_seconds,
+            lower_bound_seconds=run.plan.lower_bound_seconds if run.plan else None,
+        )
+
+
+def _run_in_turn(ways: Sequence[_Way], rounds: int, step: Callable[[str], None]) -> None:
+    for _ in range(rounds + 1):  # the first compiles
+        for way in ways:
+            step(_label(way.row))
+            way.run()
+
+
+def _comparison(function: str, peak: int, ways: Sequence[_Way]) -> Comparison:
+    stock = ways[0]
+    answer = next((way.results for way in ways if way.results is not None), None)
+    rows, runs = [], []
+    for way in ways:
+        row = way.final()
+        if way.results is not None:
+            row = dataclasses.replace(row, ulps=distance(way.results, answer))
+        if len(stock.seconds) == len(way.seconds):
+            pairs = zip(way.seconds[1:], stock.seconds[1:], strict=True)
+            row = dataclasses.replace(row, ratios=tuple(a / b for a, b in pairs))
+        rows.append(row)
+        run = getattr(way, "report", None)
+        if run is not None:
+            runs.append(run)
+    device = compat.default_device().device_kind
+    return Comparison(function, device, peak, tuple(rows), tuple(runs))
+
+
+def distance(found: Any, expected: Any) -> float:
+    """How far apart two trees of arrays are: for each array the largest difference over the
+    largest number, in units in the last place of its dtype; of all, the most.
+
+    Infinite where one has a NaN or an infinity that the other has not, or where numbers
+    that have no last place differ.
+    """
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+    return max((_distance(_numbers(a), _numbers(b)) for a, b in pairs), default=0.0)
+
+
+def _numbers(array: Any) -> np.ndarray:
+    if is_key(array.dtype):
+        array = jax.random.key_data(array)
+    return np.asarray(array)
+
+
+def _distance(a: np.ndarray, b: np.ndarray) -> float:
+    if not jax.numpy.issubdtype(a.dtype, jax.numpy.inexact):
+        return 0.0 if np.array_equal(a, b) else np.inf
+    eps = float(jax.numpy.finfo(a.dtype).eps)
+    wide = np.complex128 if np.iscomplexobj(a) else np.float64
+    a, b = a.astype(wide), b.astype(wide)
+    finite = np.isfinite(b)
+    if not np.array_equal(a[~finite], b[~finite], equal_nan=True):
+        return np.inf
+    if not np.isfinite(a[finite]).all():
+        return np.inf
+    largest = float(np.max(np.abs(b[finite]), initial=0.0))
+    apart = float(np.max(np.abs(a[finite] - b[finite]), initial=0.0))
+    if apart == 0:
+        return 0.0
+    return apart / (eps * largest) if largest > 0 else np.inf
+
+
+@contextlib.contextmanager
+def _bar(total: int, wanted: bool) -> Iterator[Callable[[str], None]]:
+    """Gives a function to be told what comes next; silent but on a terminal or in a
+    notebook where tqdm is installed."""
+    tqdm: Any = None
+    if wanted and sys.stderr is not None:
+        with contextlib.suppress(ImportError), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there are no ipywidgets, say
+            from tqdm.auto import tqdm
+    if tqdm is None:
+        yield lambda what: None
+        return
+    with tqdm(total=total, disable=None, leave=False, unit="call") as bar:
+
+        def step(what: str) -> None:
+            bar.set_description(what)
+            bar.update()
+
+        yield step

@@ -1,0 +1,186 @@
+"""What a function would take in a budget: on the machine at hand, or on one elsewhere."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from jturnip.compiler.executables import Executable, Trials, may_be_tried, try_out
+from jturnip.frontend.values import Type
+from jturnip.graph.plan import Plan
+from jturnip.graph.report import RunReport
+from jturnip.hardware import Accelerator
+from jturnip.programs.expected import seconds_on
+from jturnip.runtime.schedule import Link
+from jturnip.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What one call would take. Of a plan in pieces, each piece is counted once: nobody
+    knows how often a loop turns."""
+
+    # From the first transfer or task to the last.
+    seconds: float
+    # Nothing is computed although tasks are left, because of transfers.
+    stall_seconds: float
+    # The tasks' own times, added up.
+    compute_seconds: float
+    # The larger of compute and of bytes over the link: no order of this plan is faster.
+    lower_bound_seconds: float
+    # Bytes over the link, each way.
+    h2d_bytes: int
+    d2h_bytes: int
+    # The most host bytes that offloaded copies take, beside the arguments' own.
+    host_bytes: int
+    # The most device bytes in use at any moment, and the budget.
+    peak_bytes: int
+    gpu_bytes: int
+    strategy: str
+    # What it is for, by name.
+    device: str
+    link: str
+    plan: Plan = field(repr=False)
+
+    def summary(self) -> str:
+        """A few lines for people."""
+        lines = [
+            f"{self.device}, {self.link}, strategy {self.strategy}",
+            f"time: {self.seconds:.3g} s, of which {self.stall_seconds:.3g} s wait for"
+            f" transfers; compute {self.compute_seconds:.3g} s;"
+            f" at least {self.lower_bound_seconds:.3g} s",
+            f"device: peak {format_bytes(self.peak_bytes)}"
+            f" of {format_bytes(self.gpu_bytes)}",
+            f"link: {format_bytes(self.h2d_bytes)} to the device,"
+            f" {format_bytes(self.d2h_bytes)} to the host;"
+            f" host copies take {format_bytes(self.host_bytes)}",
+        ]
+        if self.plan.pieces:
+            lines.append(f"in {len(self.plan.pieces)} pieces; each is counted once")
+        return "\n".join(lines)
+
+
+def of_split(plan: Plan, device: str, link: str) -> Prediction:
+    """Of a plan with the times of the tasks there.
+
+    Args:
+      plan: of tasks, or in pieces.
+      device, link: what it is for, by name.
+    """
+    runs = list(_runs(plan))
+    return _of(
+        plan,
+        sum(run.stall_seconds for run in runs),
+        sum(run.compute_seconds for run in runs),
+        device,
+        link,
+    )
+
+
+def of_whole(
+    plan: Plan, compute_seconds: float, over: Link, device: str, link: str
+) -> Prediction:
+    """Of a function that runs as one executable: what is in host memory comes before it,
+    and what belongs there goes after it.
+
+    Args:
+      plan: of the whole; it says nothing of times.
+      compute_seconds: what the executable takes.
+      over: the link.
+      device, link: what it is for, by name.
+    """
+    latency = over.latency_seconds
+    h2d = plan.h2d_bytes / over.h2d_bytes_per_second + latency * bool(plan.h2d_bytes)
+    d2h = plan.d2h_bytes / over.d2h_bytes_per_second + latency * bool(plan.d2h_bytes)
+    plan = dataclasses.replace(
+        plan,
+        predicted_seconds=h2d + compute_seconds + d2h,
+        lower_bound_seconds=max(h2d, compute_seconds, d2h),
+    )
+    # What goes back when all is computed holds nothing up.
+    return _of(plan, h2d, compute_seconds, device, link)
+
+
+def _of(plan: Plan, stall: float, compute: float, device: str, link: str) -> Prediction:
+    return Prediction(
+        seconds=plan.predicted_seconds,
+        stall_seconds=stall,
+        compute_seconds=compute,
+        lower_bound_seconds=plan.lower_bound_seconds,
+        h2d_bytes=plan.h2d_bytes,
+        d2h_bytes=plan.d2h_bytes,
+        host_bytes=plan.host_bytes,
+        peak_bytes=plan.peak_bytes,
+        gpu_bytes=plan.gpu_bytes,
+        strategy=plan.strategy,
+        device=device,
+        link=link,
+        plan=plan,
+    )
+
+
+def _runs(plan: Plan) -> Iterator[RunReport]:
+    """What the simulator predicts of a plan's pieces, or of itself."""
+    if plan.predicted_run is not None:
+        yield plan.predicted_run
+    for piece in plan.pieces:
+        yield from _runs(piece)
+
+
+def whole_seconds_on(accelerator: Accelerator, whole: Any, jaxpr: Any) -> float:
+    """Seconds of one executable on an accelerator elsewhere.
+
+    Args:
+      accelerator: where it would run.
+      whole: a `jax.stages.Compiled`.
+      jaxpr: of what it does.
+    """
+    return seconds_on(accelerator, _equations(jaxpr), *_cost(whole))
+
+
+def whole_seconds_here(
+    whole: Any,
+    jaxpr: Any,
+    args_info: Any,
+    call: Callable[[Sequence[Any]], Any],
+    nbytes: int,
+    where: jax.sharding.Sharding,
+    trials: Trials,
+) -> float | None:
+    """Seconds of one executable on zeros, or None where it cannot be tried out.
+
+    Args:
+      whole: a `jax.stages.Compiled`.
+      jaxpr: of what it does.
+      args_info: its arguments.
+      call: calls it with the leaves of these.
+      nbytes: what it needs on the device, arguments and all.
+      where: the device.
+      trials: what there is room for.
+    """
+    infos = jax.tree.leaves(args_info)
+    flops, accessed = _cost(whole)
+    executable = Executable(
+        call=lambda *leaves: jax.tree.leaves(call(leaves)),
+        marked=False,
+        workspace=0,
+        flops=flops,
+        bytes_accessed=accessed,
+        arguments=tuple(Type.of(info).struct() for info in infos),
+        may_be_tried=may_be_tried(_equations(jaxpr), [info.dtype for info in infos]),
+        overwrites=tuple((0, i) for i, info in enumerate(infos) if info.donated),
+    )
+    try_out([(executable, nbytes)], where, trials)
+    return executable.seconds
+
+
+def _cost(whole: Any) -> tuple[float, float]:
+    """Floating-point operations and bytes accessed, by XLA."""
+    cost = whole.cost_analysis() or {}
+    return float(cost.get("flops", 0.0)), float(cost.get("bytes accessed", 0.0))
+
+
+def _equations(jaxpr: Any) -> Sequence[Any]:
+    return getattr(jaxpr, "jaxpr", jaxpr).eqns

@@ -1,6 +1,7 @@
 """`jturnip.compare`: stock `jax.jit`, jturnip in some budgets and what one would do without
 it, side by side on the same arguments."""
 
+import abc
 import contextlib
 import dataclasses
 import inspect
@@ -43,6 +44,8 @@ _POLICIES: dict[str, Callable[[], Any]] = {
 }
 _OFFLOAD = "offload arguments"
 BASELINES = (*_POLICIES, _OFFLOAD)
+# What says that a way cannot run.
+_REFUSALS = (JTurnipError, jax.errors.JaxRuntimeError, NotImplementedError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +71,8 @@ class Row:
     lower_bound_seconds: float | None = None
     # To the first result: tracing, planning and compiling.
     first_seconds: float | None = None
-    # How far the answer is from the first row that has one, in units in the last place of
-    # the largest number.
+    # How far its answers are from the first row's that has one, in units in the last place
+    # of the largest number; of the first call's and the last's, the most.
     ulps: float | None = None
     # Why it did not run.
     refused: str = ""
@@ -223,9 +226,10 @@ def compare(
     """Runs a function by stock `jax.jit`, and by jturnip in each budget, in turn.
 
     `jax.jit` has its arguments on the device; jturnip has them in pinned host memory, as it
-    is used. Each round runs every way once, so that what else the machine does slows all;
-    the first call, which compiles, is not among the rounds. Donated arguments are copied
-    before each call, which is not timed.
+    is used. While one way runs, nothing of another is on the device but the caller's own
+    arrays. Each round runs every way once, so that what else the machine does slows all;
+    the first call, which compiles, is not among the rounds. Arguments are brought to the
+    device, and donated ones copied, before each call, which is not timed.
 
     Example:
       >>> import jax, jax.numpy as jnp, jturnip
@@ -266,21 +270,21 @@ def compare(
     call = _Call.of(fn, args, keywords)
     transformed = lambda fn: call.bound(transform(fn) if transform else fn)
     whole = transformed(fn)
-    stock = _Jax(STOCK, whole, call, on_host=False)
+    hosted = memory.host(call.args)
+    stock = _Jax(STOCK, whole, hosted, call.keywords, on_host=False)
     peak = stock.peak_bytes
     ways: list[_Way] = [stock]
     for name, other in _baselines(baselines, fn, transformed):
-        if other is None:
-            ways.append(_Jax(name, _brought(whole), call, on_host=True))
-        else:
-            ways.append(_Jax(name, other, call, on_host=False))
+        away = other is None
+        of = _brought(whole) if other is None else other
+        ways.append(_Jax(name, of, hosted, call.keywords, on_host=away))
     each = [gpu_bytes] if isinstance(gpu_bytes, int | float | str) else list(gpu_bytes)
     names = [strategies] if isinstance(strategies, str) else list(strategies)
     for budget in each:
         nbytes = _bytes_of(budget, peak)
         for strategy in names:
             jitted = api.jit(whole, nbytes, strategy=strategy, link=link, **call.keywords)
-            ways.append(_Budgeted(jitted, call.args, nbytes, nbytes / peak, strategy))
+            ways.append(_Budgeted(jitted, hosted, nbytes, nbytes / peak, strategy))
     with _bar(len(ways) * (rounds + 1), progress) as step:
         _run_in_turn(ways, rounds, step)
     return _comparison(getattr(fn, "__name__", "a function"), peak, ways)
@@ -381,102 +385,112 @@ def _positions(
 # -- ways ------------------------------------------------------------------------------
 
 
-class _Way:
+class _Way(abc.ABC):
     """One way to run the function, and what came of it so far."""
 
-    def __init__(self, row: Row, args: tuple[Any, ...]):
+    def __init__(self, row: Row, hosted: tuple[Any, ...]):
         self.row = row
-        self._args = args
-        self.results: Any = None
+        # The arguments, in pinned host memory; all ways share them.
+        self._hosted = hosted
         # Of the calls, the first among them; of what came before that.
         self.seconds: list[float] = []
         self.setup_seconds = 0.0
         self.refused = ""
+        # The most that an answer was apart from the first way's.
+        self.ulps: float | None = None
 
-    def call(self, args: Any) -> Any:
+    @abc.abstractmethod
+    def arguments(self) -> tuple[Any, ...]:
+        """What the next call takes; it may use up what is donated."""
+
+    @abc.abstractmethod
+    def call(self, args: tuple[Any, ...]) -> Any:
         """Runs once."""
-        raise NotImplementedError
 
-    def donated(self) -> frozenset[int]:
-        """Positions of leaves that a call uses up."""
-        raise NotImplementedError
-
-    def run(self) -> None:
-        """Runs once more, unless that is known to fail."""
+    def run(self) -> Any:
+        """Runs once more; gives None where that fails, or has failed before."""
         if self.refused:
-            return
-        args = self._fresh()
-        began = time.perf_counter()
+            return None
         try:
+            args = jax.block_until_ready(self.arguments())
+            began = time.perf_counter()
             results = jax.block_until_ready(self.call(args))
-        except (JTurnipError, jax.errors.JaxRuntimeError, NotImplementedError) as error:
+        except _REFUSALS as error:
             self.refused = str(error).splitlines()[0]
-            return
+            return None
         self.seconds.append(time.perf_counter() - began)
-        self.results = results
-
-    def _fresh(self) -> Any:
-        leaves, tree = jax.tree.flatten(self._args)
-        donated = self.donated()
-        leaves = [memory.copy(a) if i in donated else a for i, a in enumerate(leaves)]
-        return jax.tree.unflatten(tree, jax.block_until_ready(leaves))
+        return results
 
     def final(self) -> Row:
-        """Its row, without the answer."""
+        """Its row, without ratios."""
         first, rounds = self.seconds[:1], tuple(self.seconds[1:])
         return dataclasses.replace(
             self.row,
             seconds=rounds,
             first_seconds=self.setup_seconds + first[0] if first else None,
+            ulps=self.ulps,
             refused=self.refused,
         )
 
+    def _copied(self, donated: frozenset[int]) -> tuple[Any, ...]:
+        """The arguments, with copies of those that a call uses up."""
+        leaves, tree = jax.tree.flatten(self._hosted)
+        leaves = [memory.copy(a) if i in donated else a for i, a in enumerate(leaves)]
+        return jax.tree.unflatten(tree, leaves)
+
 
 class _Jax(_Way):
-    """Something that `jax.jit` made."""
+    """Something that `jax.jit` made. Its arguments are on the device during a call only, so
+    that nothing of one way is there while another runs."""
 
-    def __init__(self, name: str, fn: Callable[..., Any], call: _Call, on_host: bool):
-        placed = memory.host(call.args) if on_host else memory.device(call.args)
-        super().__init__(Row(name), placed)
+    def __init__(
+        self,
+        name: str,
+        fn: Callable[..., Any],
+        hosted: tuple[Any, ...],
+        keywords: dict[str, Any],
+        on_host: bool,
+    ):
+        super().__init__(Row(name), hosted)
+        self._on_host = on_host
+        self._donated: frozenset[int] = frozenset()
         self.peak_bytes = 0
+        like = hosted if on_host else jax.eval_shape(lambda *args: args, *hosted)
         began = time.perf_counter()
         try:
-            self._compiled = jax.jit(fn, **call.keywords).lower(*placed).compile()
+            self._compiled = jax.jit(fn, **keywords).lower(*like).compile()
             self.setup_seconds = time.perf_counter() - began
             self.peak_bytes = executable_bytes(self._compiled)
             self.row = dataclasses.replace(self.row, peak_bytes=self.peak_bytes)
-        except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
+            self._donated = _donated(self._compiled)
+        except _REFUSALS as error:
             if name == STOCK:
                 raise
             self.refused = str(error).splitlines()[0]
 
-    def call(self, args: Any) -> Any:
-        return self._compiled(*args)
+    def arguments(self) -> tuple[Any, ...]:
+        return self._copied(self._donated) if self._on_host else memory.device(self._hosted)
 
-    def donated(self) -> frozenset[int]:
-        infos = jax.tree.leaves(self._compiled.args_info)
-        return frozenset(i for i, info in enumerate(infos) if info.donated)
+    def call(self, args: tuple[Any, ...]) -> Any:
+        return self._compiled(*args)
 
 
 class _Budgeted(_Way):
     """Something that `jturnip.jit` made."""
 
     def __init__(
-        self, jitted: Any, args: tuple[Any, ...], nbytes: int, share: float, strategy: str
+        self, jitted: Any, hosted: tuple[Any, ...], nbytes: int, share: float, strategy: str
     ):
         row = Row("jturnip", gpu_bytes=nbytes, share=share, strategy=strategy)
-        super().__init__(row, memory.host(args))
+        super().__init__(row, hosted)
         self._jitted = jitted
-        self._donated: frozenset[int] | None = None
+        self._donated = _donated(jitted.trace(*hosted))
 
-    def call(self, args: Any) -> Any:
+    def arguments(self) -> tuple[Any, ...]:
+        return self._copied(self._donated)
+
+    def call(self, args: tuple[Any, ...]) -> Any:
         return self._jitted(*args)
-
-    def donated(self) -> frozenset[int]:
-        if self._donated is None:
-            infos = jax.tree.leaves(self._jitted.trace(*self._args).args_info)
-            self._donated = frozenset(i for i, info in enumerate(infos) if info.donated)
-        return self._donated
 
     @property
     def report(self) -> RunReport | None:
@@ -498,28 +512,36 @@ class _Budgeted(_Way):
         )
 
 
+def _donated(stage: Any) -> frozenset[int]:
+    """Positions of the leaves that a call uses up."""
+    infos = jax.tree.leaves(stage.args_info)
+    return frozenset(i for i, info in enumerate(infos) if info.donated)
+
+
 def _run_in_turn(ways: Sequence[_Way], rounds: int, step: Callable[[str], None]) -> None:
-    for _ in range(rounds + 1):  # the first compiles
+    answer: Any = None
+    for number in range(rounds + 1):  # the first compiles
         for way in ways:
             step(_label(way.row))
-            way.run()
+            results = way.run()
+            if results is None or 0 < number < rounds:
+                continue
+            found = [_numbers(a) for a in jax.tree.leaves(results)]
+            del results
+            answer = found if answer is None else answer
+            way.ulps = max(way.ulps or 0.0, distance(found, answer))
 
 
 def _comparison(function: str, peak: int, ways: Sequence[_Way]) -> Comparison:
-    stock = ways[0]
-    answer = next((way.results for way in ways if way.results is not None), None)
-    rows, runs = [], []
+    stock, rows, runs = ways[0], [], []
     for way in ways:
         row = way.final()
-        if way.results is not None:
-            row = dataclasses.replace(row, ulps=distance(way.results, answer))
         if len(stock.seconds) == len(way.seconds):
             pairs = zip(way.seconds[1:], stock.seconds[1:], strict=True)
             row = dataclasses.replace(row, ratios=tuple(a / b for a, b in pairs))
         rows.append(row)
-        run = getattr(way, "report", None)
-        if run is not None:
-            runs.append(run)
+        if isinstance(way, _Budgeted) and way.report is not None:
+            runs.append(way.report)
     device = compat.default_device().device_kind
     return Comparison(function, device, peak, tuple(rows), tuple(runs))
 
@@ -536,7 +558,7 @@ def distance(found: Any, expected: Any) -> float:
 
 
 def _numbers(array: Any) -> np.ndarray:
-    if is_key(array.dtype):
+    if isinstance(array, jax.Array) and is_key(array.dtype):
         array = jax.random.key_data(array)
     return np.asarray(array)
 

@@ -12,6 +12,7 @@ from checks import unconstrained_peak
 
 import jturnip
 from jturnip.comparison import BASELINES, distance
+from jturnip.placement import is_on_host
 
 
 def loss(weights: Any, x: Any) -> Any:
@@ -188,6 +189,26 @@ def test_what_is_asked_must_be_known(arguments: Any):
         jturnip.compare(loss, *arguments, rounds=0)
     with pytest.raises(jturnip.BudgetError):
         jturnip.compare(loss, *arguments, gpu_bytes="half")
+
+
+def test_nothing_of_one_way_is_there_while_another_runs():
+    """Only the arguments of the one whose turn it is."""
+    size = 64 * 64 * 4
+    seen: list[int] = []
+
+    def look() -> None:
+        mine = [a for a in jax.live_arrays() if a.shape == (64, 64)]
+        seen.append(sum(a.nbytes for a in mine if not is_on_host(a)))
+
+    def fn(x: Any) -> Any:
+        jax.debug.callback(look)
+        return jnp.sum(x)
+
+    x = np.ones((64, 64), np.float32)
+    jturnip.compare(fn, x, gpu_bytes=1.0, baselines={"other": fn}, rounds=2)
+    jax.effects_barrier()
+    assert len(seen) == 9
+    assert max(seen) <= size
 
 
 def test_ways_take_turns(arguments: Any):

@@ -395,7 +395,7 @@ jit(users)(jnp.ones(2))
     assert ("<string>", "users") in frames("jax")
 
 
-def test_the_profiler_names_transfers(weights: Any, x: Any, tmp_path: Path):
+def test_the_profiler_names_tasks_and_transfers(weights: Any, x: Any, tmp_path: Path):
     f = jturnip.jit(loss, 4 * MATRIX)
     f(weights, x)
     with jax.profiler.trace(str(tmp_path)):
@@ -404,6 +404,8 @@ def test_the_profiler_names_transfers(weights: Any, x: Any, tmp_path: Path):
     data = jax.profiler.ProfileData.from_file(str(found))
     names = {e.name for plane in data.planes for line in plane.lines for e in line.events}
     assert "jturnip reload weights[3]" in names
+    with_lines = re.compile(r"jturnip task \d+ dot_general \(.*\.py:\d+")
+    assert any(map(with_lines.match, names))
 
 
 def test_stages_have_what_those_of_jit_have(weights: Any, x: Any):

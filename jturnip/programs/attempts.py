@@ -6,7 +6,6 @@ from typing import Any
 
 from jturnip import placement
 from jturnip.frontend.loops import Streaming
-from jturnip.hardware import Accelerator
 from jturnip.placement import Arguments, Budget, Whose
 from jturnip.programs.devices import rates
 
@@ -18,11 +17,7 @@ ATTEMPTS = len(_SHARES_OF_LOOPS)
 
 
 def streaming(
-    avals: Sequence[Any],
-    arguments: Arguments,
-    budget: Budget,
-    attempt: int,
-    accelerator: Accelerator | None = None,
+    avals: Sequence[Any], arguments: Arguments, budget: Budget, attempt: int
 ) -> Streaming:
     """What is cut and driven in an attempt; later attempts cut more.
 
@@ -31,7 +26,6 @@ def streaming(
       arguments: how they are held.
       budget: what there is, and what others take of it.
       attempt: from 0 to `ATTEMPTS` - 1.
-      accelerator: what it is for, where that is not the device at hand.
     """
     arena = budget.arena(arguments.device)
     scans, others = _SHARES_OF_LOOPS[attempt]
@@ -43,7 +37,7 @@ def streaming(
     return Streaming(
         largest=int(arena * scans),
         arena=arena,
-        rates=rates(arguments.device, accelerator),
+        rates=rates(arguments.device),
         drive=int(arena * others),
         on_host=frozenset(i for i, w in enumerate(arguments.whose) if w.on_host),
         is_on_host=lambda array: placement.whose(array, False).on_host,

@@ -16,6 +16,7 @@ from jturnip.graph.plan import Plan
 from jturnip.placement import Arguments, Budget, Returned, Whose
 from jturnip.programs import attempts, places, planning, splitting
 from jturnip.programs.chains import Held, arguments_of, chain
+from jturnip.programs.devices import rates
 from jturnip.programs.driven import driven
 from jturnip.programs.records import Chain, How, Loop, Program, Split, Straight
 from jturnip.units import padded
@@ -91,9 +92,10 @@ def _made(
         for attempt in how.attempts:
             streaming = None
             if how.streams:
-                streaming = attempts.streaming(
-                    avals, arguments, budget, attempt, how.accelerator
-                )
+                streaming = attempts.streaming(avals, arguments, budget, attempt)
+                if how.accelerator is not None:
+                    expected = rates(arguments.device, how.accelerator)
+                    streaming = dataclasses.replace(streaming, rates=expected)
             flat = flatten(closed, forwarded, streaming, condition, seen)
             has_loops = any(e.name in ("scan", "while", "cond") for e in flat.equations)
             if axes and streaming is not None and not has_loops:

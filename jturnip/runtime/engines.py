@@ -47,7 +47,7 @@ class Step(NamedTuple):
     # Of a run, what it reads and writes over.
     used_up: tuple[int, ...] = ()
     numbers: tuple[np.ndarray, ...] = ()
-    # Of a transfer, in the profiler: what it moves.
+    # In the profiler: the task, or what a transfer moves.
     name: str = ""
 
 
@@ -83,15 +83,16 @@ def make_program(
     written = {b: task for task in graph.tasks for b in task.outputs}
     steps = []
     for op, engine in zip(memgraph.ops, schedule.engines, strict=True):
-        call, marked, passed = None, False, ()
+        call, marked, passed, name = None, False, (), ""
         if engine == COMPUTE:
             assert op.task is not None
             executable = executables[graph.tasks[op.task].executable]
             call, marked = executable.call, executable.marked
             passed = numbers[op.task]
+            task = graph.tasks[op.task]
+            name = f"jturnip task {task.id} {task.name} ({task.source})"
         elif engine == H2D:
             host_readers[op.reads[0]] += 1
-        name = ""
         if engine in (H2D, D2H):
             buffer = graph.buffers[memgraph.instances[op.reads[0]].buffer]
             verb = "reload" if engine == H2D else "offload"
@@ -388,7 +389,8 @@ class DeviceEngines:
 
 def _called(step: Step, operands: Sequence[Any], *token: jax.Array) -> Sequence[Any]:
     assert step.call is not None
-    return step.call(*operands, *step.numbers, *token)
+    with jax.profiler.TraceAnnotation(step.name):
+        return step.call(*operands, *step.numbers, *token)
 
 
 class MarkSlots:

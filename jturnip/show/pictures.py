@@ -68,9 +68,9 @@ def of_slots(stays: Sequence[Stay], seconds: float, gpu_bytes: int) -> str:
         for offset, nbytes in stay.ranges:
             y, h = top + _SLOTS - (offset + nbytes) * height, nbytes * height
             w = max(end - x, 0.3)
-            # Of shapes too small to be told apart, one is enough.
-            place = (round(x), round(y), round(w), round(h))
-            if w < 2 and h < 2:
+            # Of shapes too narrow to be told apart, one is enough.
+            if min(w, h) < 1:
+                place = (round(x), round(y), round(w), round(h))
                 if place in drawn:
                     continue
                 drawn.add(place)

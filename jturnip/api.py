@@ -61,7 +61,7 @@ def jit(
     is split into tasks; buffers that are not needed for a while wait in pinned host memory,
     and the order of the tasks adapts to when transfers finish.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, jturnip
       >>> f = jturnip.jit(lambda x: jnp.tanh(x @ x).sum(), gpu_bytes="1GiB")
       >>> float(f(jnp.zeros((8, 8))))

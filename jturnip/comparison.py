@@ -231,7 +231,7 @@ def compare(
     the first call, which compiles, is not among the rounds. Arguments are brought to the
     device, and donated ones copied, before each call, which is not timed.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, jturnip
       >>> loss = lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2)
       >>> w, x = jnp.ones((64, 64)), jnp.ones((512, 64))

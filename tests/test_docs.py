@@ -167,6 +167,12 @@ def test_the_api_page_describes_every_public_name_and_no_other():
     assert sorted(described) == sorted(public_names())
 
 
+def test_the_reference_has_every_public_function_and_class():
+    text = (ROOT / "docs/reference.md").read_text(encoding="utf-8")
+    named = re.findall(r"^::: jturnip\.(\w+)$", text, re.MULTILINE)
+    assert sorted(named) == sorted(n for n in public_names() if callable(getattr(jturnip, n)))
+
+
 def test_the_api_page_describes_every_field():
     text = (ROOT / "docs/api.md").read_text(encoding="utf-8")
     for record in (jturnip.Plan, jturnip.RunReport, jturnip.SimulatedLink):

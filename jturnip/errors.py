@@ -36,7 +36,8 @@ class DoesNotFit(PlanningError):
     """Something must be on the device at once that is larger than `gpu_bytes`.
 
     Attributes:
-      needed_bytes: the smallest `gpu_bytes` that would plan, in bytes.
+      needed_bytes: a `gpu_bytes` that works, in bytes, and at most what XLA needs for the
+        whole function; `lowered.minimum_gpu_bytes` looks for the least.
       gpu_bytes: what was asked for, in bytes.
     """
 

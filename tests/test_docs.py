@@ -16,6 +16,7 @@ import pytest
 
 import jturnip
 import jturnip.api
+import jturnip.comparison
 import jturnip.errors
 
 
@@ -170,7 +171,9 @@ def test_the_api_page_describes_every_public_name_and_no_other():
 def test_the_reference_has_every_public_function_and_class():
     text = (ROOT / "docs/reference.md").read_text(encoding="utf-8")
     named = re.findall(r"^::: jturnip\.(\w+)$", text, re.MULTILINE)
-    assert sorted(named) == sorted(n for n in public_names() if callable(getattr(jturnip, n)))
+    assert sorted(named) == sorted(
+        n for n in public_names() if callable(getattr(jturnip, n))
+    )
 
 
 def test_the_api_page_describes_every_field():
@@ -180,8 +183,9 @@ def test_the_api_page_describes_every_field():
             assert re.search(rf"\b{field}\b", text), f"{record.__name__}.{field}"
 
 
-def test_the_examples_in_docstrings_are_true():
-    result = doctest.testmod(jturnip.api)
+@pytest.mark.parametrize("module", [jturnip.api, jturnip.comparison])
+def test_the_examples_in_docstrings_are_true(module: types.ModuleType):
+    result = doctest.testmod(module)
     assert result.attempted
     assert not result.failed
 

@@ -305,7 +305,8 @@ def _into_tasks(
     if max(nbytes_of(flat, held) for held in apiece) + block <= room.arena:
         return None
     large = int(room.arena * _APART) if room.apart else room.arena
-    between = {v for v in stretches.writer if flat.types[v].nbytes > large}
+    crossing = stretches.writer.keys() & {*stretch.entering, *stretch.leaving}
+    between = {v for v in crossing if flat.types[v].nbytes > large}
     in_pieces = {*hosted, *between} if room.apart else hosted
     sliced = frozenset(
         v for v in stretch.entering if _may_be_sliced(stretches, in_pieces, stretch, v)

@@ -455,7 +455,8 @@ class _Jax(_Way):
         self._on_host = on_host
         self._donated: frozenset[int] = frozenset()
         self.peak_bytes = 0
-        like = hosted if on_host else jax.eval_shape(lambda *args: args, *hosted)
+        # Without a memory kind, an argument is taken to lie on the device.
+        like = hosted if on_host else jax.tree.map(_struct, hosted)
         began = time.perf_counter()
         try:
             self._compiled = jax.jit(fn, **keywords).lower(*like).compile()
@@ -510,6 +511,10 @@ class _Budgeted(_Way):
             stall_seconds=run.stall_seconds,
             lower_bound_seconds=run.plan.lower_bound_seconds if run.plan else None,
         )
+
+
+def _struct(array: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, weak_type=array.aval.weak_type)
 
 
 def _donated(stage: Any) -> frozenset[int]:

@@ -420,5 +420,6 @@ def test_nothing_else_makes_arrays(path: Path):
         is_maker = name in MAKERS and of != "_inbox"
         if is_maker or (creates and "frontend" not in path.parts):
             made.append(f"{name}, line {node.lineno}")
-    allowed = ["asarray"] if path.stem == "nans" else []
-    assert [m for m in made if m.split(",")[0] not in allowed] == []
+    # The one looks at what was made, the other traces a function that XLA is to move for.
+    allowed = {"nans": "asarray", "comparison": "device_put"}.get(path.stem)
+    assert [m for m in made if m.split(",")[0] != allowed] == []

@@ -83,7 +83,7 @@ def solving_a_triangular_system():
     return Case(fn, (_dominant(), normal(64, 64)))
 
 
-@program(one_task("cond"))
+@program()
 def inverse_and_determinant():
     def fn(a):
         return jnp.linalg.inv(a) @ a, jnp.linalg.slogdet(a), jnp.linalg.det(a / 4)

@@ -4,6 +4,7 @@ it, side by side on the same arguments."""
 import abc
 import contextlib
 import dataclasses
+import functools
 import inspect
 import json
 import statistics
@@ -248,8 +249,8 @@ def compare(
       baselines: what one would do without jturnip: names of `jturnip.BASELINES`, or a
         dictionary of names to functions that take the same arguments. "checkpoint" and the
         others with policies wrap `fn` in `jax.checkpoint`, which changes something only
-        under `transform`; "offload arguments" holds the arguments in pinned host memory and
-        leaves it to XLA when each is brought.
+        under `transform`; "offload arguments" holds the arguments in pinned host memory,
+        none of them donated, and leaves it to XLA when each is brought.
       transform: applied to `fn` in every way, such as `jax.grad`.
       rounds: how often each way runs.
       progress: whether to show a bar on terminals and in notebooks, with tqdm.
@@ -275,9 +276,12 @@ def compare(
     peak = stock.peak_bytes
     ways: list[_Way] = [stock]
     for name, other in _baselines(baselines, fn, transformed):
-        away = other is None
-        of = _brought(whole) if other is None else other
-        ways.append(_Jax(name, of, hosted, call.keywords, on_host=away))
+        if other is None:
+            # XLA ends the process where a donated array on the host is moved inside.
+            kept = {k: v for k, v in call.keywords.items() if k != "donate_argnums"}
+            ways.append(_Jax(name, _brought(whole), hosted, kept, on_host=True))
+        else:
+            ways.append(_Jax(name, other, hosted, call.keywords, on_host=False))
     each = [gpu_bytes] if isinstance(gpu_bytes, int | float | str) else list(gpu_bytes)
     names = [strategies] if isinstance(strategies, str) else list(strategies)
     for budget in each:
@@ -287,7 +291,13 @@ def compare(
             ways.append(_Budgeted(jitted, hosted, nbytes, nbytes / peak, strategy))
     with _bar(len(ways) * (rounds + 1), progress) as step:
         _run_in_turn(ways, rounds, step)
-    return _comparison(getattr(fn, "__name__", "a function"), peak, ways)
+    return _comparison(_name(fn), peak, ways)
+
+
+def _name(fn: Callable[..., Any]) -> str:
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return getattr(fn, "__name__", "a function")
 
 
 def _bytes_of(budget: int | float | str, peak: int) -> int:

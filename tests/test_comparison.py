@@ -1,5 +1,6 @@
 """`jturnip.compare`: the same arguments by every way, and rows that say what came of it."""
 
+import functools
 import json
 import sys
 from typing import Any
@@ -126,6 +127,26 @@ def test_donated_arguments_are_copied_and_not_eaten():
         assert found.agrees
         assert not given.is_deleted()
     assert np.array_equal(state, np.ones((64, 64)))
+
+
+def test_arguments_that_xla_brings_are_not_donated():
+    """Nor is the process ended, as XLA does with those that are."""
+
+    def step(state: Any, x: Any) -> Any:
+        return jax.tree.map(lambda s: s * 0.9 + jnp.sum(x), state), jnp.sum(x)
+
+    state = {"a": jnp.ones((64, 64)), "b": jnp.ones(64)}
+    found = jturnip.compare(
+        step, state, jnp.ones(8), gpu_bytes=1.0, rounds=1, donate_argnums=0,
+        baselines=["offload arguments"],
+    )  # fmt: skip
+    assert found.agrees
+    assert found.rows[1].seconds
+
+
+def test_a_partial_function_has_the_name_of_its_function(arguments: Any):
+    found = jturnip.compare(functools.partial(loss, arguments[0]), arguments[1], rounds=1)
+    assert found.function == "loss"
 
 
 def test_static_arguments_stay_what_they_are():

@@ -56,6 +56,8 @@ class Plan:
     # Where a loop or a branch is driven (`strategy` "driven"): the plans of its pieces. The
     # figures then count each piece once.
     pieces: "tuple[Plan, ...]" = field(default=(), repr=False)
+    # Whether the times of its tasks were measured, and not only expected from their shapes.
+    measured: bool = False
     # The run that the simulator predicts; None where the function runs whole or in pieces.
     predicted_run: RunReport | None = field(default=None, repr=False)
     # What a larger budget would buy; None as above.

@@ -282,4 +282,5 @@ def _planned(split: Split, budget: Budget, how: How) -> Straight:
     plan, schedule = planning.make_plan(
         split, budget.room, how.strategy, how.link, how.accelerator is None
     )
+    plan = dataclasses.replace(plan, measured=how.trials is not None)
     return Straight(split, plan, schedule)

@@ -14,6 +14,7 @@ from jturnip.units import format_bytes
 _NAMED = 5  # of each kind, the largest
 _PIECES = 3
 _MORE = (1.25, 1.5, 2.0, 4.0)  # budgets to look at, over the plan's own
+_GUESSED = " The times of the tasks are expected from what they compute; `compile()` measures them."
 _NEAR = 1.1  # what is predicted within this of the least possible is limited by that
 
 
@@ -27,8 +28,9 @@ def of_plan(plan: Plan) -> str:
     if plan.pieces:
         return "\n\n".join(_of_pieces(plan))
     assert plan.predicted_run is not None
+    guessed = "" if plan.measured else _GUESSED
     parts = [
-        _limits(plan, plan.predicted_run),
+        _limits(plan, plan.predicted_run) + guessed,
         "\n".join(_at_the_peak(plan)),
         "\n".join(_moved(plan)),
         "\n".join(_other_budgets(plan)),

@@ -49,7 +49,7 @@ def of_timeline(run: Timeline) -> str:
         if lane is Lane.COMPUTE:
             parts += _idle(run, scale, y)
         parts += _events(run.lane(lane), scale, y)
-    y = top + 3 * (_LANE + 6) + 12
+    y = top + 3 * (_LANE + 6) + 20
     parts += _memory(run, scale, y)
     bottom = y + _MEMORY
     parts += _axis_of_time(scale, bottom)
@@ -144,7 +144,7 @@ def _idle(run: Timeline, scale: _Scale, y: float) -> list[str]:
             continue
         last = end
         title = f"compute idle for {format_seconds(idle.end - idle.start)}"
-        style = f'fill="{IDLE}" opacity="0.45"'
+        style = f'fill="{IDLE}"'
         parts.append(_box(x, y + _LANE - 6, end - x, 6, style, title))
     return parts
 
@@ -176,7 +176,7 @@ def _memory(run: Timeline, scale: _Scale, top: float) -> list[str]:
     dashed = 'stroke="currentColor" stroke-width="1.5" stroke-dasharray="6 4"'
     parts.append(_line(_LEFT, y, _LEFT + scale.width, y, dashed))
     label = f"budget {format_bytes(run.gpu_bytes)}"
-    parts.append(_text(_LEFT + scale.width - 4, y + 14, label, "end"))
+    parts.append(_text(_LEFT + scale.width - 4, y - 5, label, "end"))
     return parts
 
 

@@ -14,7 +14,7 @@ from jturnip.units import format_bytes
 _NAMED = 5  # of each kind, the largest
 _PIECES = 3
 _MORE = (1.25, 1.5, 2.0, 4.0)  # budgets to look at, over the plan's own
-_GUESSED = " The times of the tasks are expected from what they compute; `compile()` measures them."
+_GUESSED = " Times of tasks are expected from their shapes; `compile()` measures them."
 _NEAR = 1.1  # what is predicted within this of the least possible is limited by that
 
 

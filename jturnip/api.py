@@ -249,11 +249,10 @@ class Wrapped:
         return Wrapped, (self._fn, self._options, self._keywords)
 
     def _repr_html_(self) -> str:
-        options = self._options
-        budget = "free memory" if options.gpu_bytes is None else None
+        budget = self._options.gpu_bytes
         rows = [
-            ("budget", budget or format_bytes(options.gpu_bytes or 0)),
-            ("strategy", options.strategy),
+            ("budget", "free memory" if budget is None else format_bytes(budget)),
+            ("strategy", self._options.strategy),
             ("compiled signatures", str(self._cache_size())),
         ]
         return pages.of_wrapped(repr(self).strip("<>"), rows, self.last_run)

@@ -108,8 +108,7 @@ def _add_plan(commands: Any) -> None:
 def _plan(arguments: argparse.Namespace) -> int:
     fn, args = _function(arguments)
     if arguments.gpu_bytes is not None or not isinstance(fn, api.Wrapped):
-        fn = getattr(fn, "__wrapped__", fn) if isinstance(fn, api.Wrapped) else fn
-        fn = api.jit(fn, arguments.gpu_bytes, strategy=arguments.strategy)
+        fn = api.jit(_plain(fn), arguments.gpu_bytes, strategy=arguments.strategy)
     plan = fn.lower(*args).plan
     if arguments.json:
         print(json.dumps({**plan.to_json_dict(), "explained": plan.explain()}))
@@ -138,7 +137,7 @@ def _compare(arguments: argparse.Namespace) -> int:
     fn, args = _function(arguments)
     try:
         found = comparison.compare(
-            getattr(fn, "__wrapped__", fn) if isinstance(fn, api.Wrapped) else fn,
+            _plain(fn),
             *args,
             gpu_bytes=list(map(_budget, _listed(arguments.gpu_bytes))),
             strategies=_listed(arguments.strategies),
@@ -186,6 +185,11 @@ def _function(arguments: argparse.Namespace) -> tuple[Callable[..., Any], tuple[
     if not isinstance(args, tuple):
         raise UsageError(f"{arguments.args} gives a {type(args).__name__}, and not a tuple")
     return fn, args
+
+
+def _plain(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """What is in a budget, without it."""
+    return getattr(fn, "__wrapped__", fn) if isinstance(fn, api.Wrapped) else fn
 
 
 def _named(name: str) -> Any:

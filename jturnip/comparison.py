@@ -8,9 +8,7 @@ import functools
 import inspect
 import json
 import statistics
-import sys
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,11 +17,13 @@ import jax
 import numpy as np
 
 from jturnip import api, compat, memory
+from jturnip.compiler.progress import bar_class
 from jturnip.errors import JTurnipError
 from jturnip.frontend.values import is_key
 from jturnip.graph.report import RunReport
 from jturnip.show import charts, pages
 from jturnip.show.pictures import format_seconds
+from jturnip.show.text import aligned
 from jturnip.stock import executable_bytes
 from jturnip.units import format_bytes, parse_bytes
 
@@ -151,14 +151,8 @@ class Comparison:
         return charts.of_comparison(self, axes)
 
     def __str__(self) -> str:
-        cells = [_HEADS, *(_cells(row) for row in self.rows)]
-        widths = [max(len(row[k]) for row in cells) for k in range(len(_HEADS))]
-        lines = [
-            "  ".join(c.ljust(w) if k < 3 else c.rjust(w) for k, (c, w) in both).rstrip()
-            for both in (enumerate(zip(row, widths, strict=True)) for row in cells)
-        ]
-        lines += [f"{_label(row)}: {row.refused}" for row in self.rows if row.refused]
-        return "\n".join([self._title(), "", *lines])
+        lines = aligned([_HEADS, *map(_cells, self.rows)], left=3)
+        return "\n".join([self._title(), "", *lines, *self._refusals()])
 
     def __repr__(self) -> str:
         return f"<Comparison of {self.function}, {len(self.rows)} ways>"
@@ -169,14 +163,11 @@ class Comparison:
         return f"{self.function} on {self.device}: jax.jit needs {peak}; {verdict}"
 
     def _repr_html_(self) -> str:
-        refused = [
-            pages.paragraph(f"{_label(row)}: {row.refused}")
-            for row in self.rows
-            if row.refused
-        ]
-        return pages.block(
-            self._title(), pages.table(_HEADS, map(_cells, self.rows)), *refused
-        )
+        table = pages.table(_HEADS, map(_cells, self.rows))
+        return pages.block(self._title(), table, *map(pages.paragraph, self._refusals()))
+
+    def _refusals(self) -> list[str]:
+        return [f"{_label(row)}: {row.refused}" for row in self.rows if row.refused]
 
 
 _HEADS = (
@@ -600,11 +591,7 @@ def _distance(a: np.ndarray, b: np.ndarray) -> float:
 def _bar(total: int, wanted: bool) -> Iterator[Callable[[str], None]]:
     """Gives a function to be told what comes next; silent but on a terminal or in a
     notebook where tqdm is installed."""
-    tqdm: Any = None
-    if wanted and sys.stderr is not None:
-        with contextlib.suppress(ImportError), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that there are no ipywidgets, say
-            from tqdm.auto import tqdm
+    tqdm = bar_class() if wanted else None
     if tqdm is None:
         yield lambda what: None
         return

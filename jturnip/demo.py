@@ -8,7 +8,7 @@ progress bar come from optional packages, imported where they are used.
 import functools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +18,7 @@ import numpy as np
 
 import jturnip
 from jturnip.models import llama, text
+from jturnip.show.text import aligned
 from jturnip.stock import executable_bytes as peak_bytes
 from jturnip.units import format_bytes
 
@@ -152,7 +153,7 @@ def render(result: DemoResult) -> str:
     verdict = "agree" if result.agrees else "DO NOT agree"
     most = np.max(result.differences)  # NaN if any is
     end = f"The losses {verdict}: they differ by at most {most:.1e}."
-    return "\n".join([*titles, "", *_aligned(rows), "", end])
+    return "\n".join([*titles, "", *aligned(rows), "", end])
 
 
 class _Way:
@@ -222,14 +223,6 @@ def _row(
 
 def _seconds(seconds: float) -> str:
     return f"{seconds:.3f}"
-
-
-def _aligned(rows: Sequence[tuple[str, str, str, str]]) -> Iterator[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for name, *cells in rows:
-        line = [name.ljust(widths[0])]
-        line += [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
-        yield "  ".join(line).rstrip()
 
 
 def _tqdm() -> Callable[..., AbstractContextManager[Any]]:

@@ -133,26 +133,21 @@ def free_device_bytes(device: Device) -> int:
     return int(free * 0.9)
 
 
-def arena_bytes(gpu_bytes: int, device: Device) -> int:
+def arena_bytes(gpu_bytes: int, platform: str) -> int:
     """The part of the budget that plans may use.
 
     The rest covers what no plan can see: our own few bytes and, where an allocator rounds
     (a GPU's hands out blocks up to twice as large as asked), a fiftieth of the budget.
     """
-    return arena_bytes_on(gpu_bytes, device.platform)
-
-
-def arena_bytes_on(gpu_bytes: int, platform: str) -> int:
-    """The same, for any device of a platform."""
     rounding = gpu_bytes // 50 if platform != "cpu" else 0
     return max(0, gpu_bytes - BOOKKEEPING - rounding)
 
 
-def gpu_bytes_for(arena: int, device: Device) -> int:
+def gpu_bytes_for(arena: int, platform: str) -> int:
     """The budget whose arena holds `arena` bytes; the inverse of `arena_bytes`."""
     asked = arena + BOOKKEEPING
-    while arena_bytes(asked, device) < arena:
-        asked += max(1, arena - arena_bytes(asked, device))
+    while arena_bytes(asked, platform) < arena:
+        asked += max(1, arena - arena_bytes(asked, platform))
     return asked
 
 
@@ -175,11 +170,11 @@ class Budget:
 
     def arena(self, device: Device) -> int:
         """The part of the room that plans may use."""
-        return arena_bytes(self.room, device)
+        return arena_bytes(self.room, device.platform)
 
     def needed(self, arena: int, device: Device) -> int:
         """The `gpu_bytes` with which the arena would have so many bytes."""
-        return gpu_bytes_for(arena, device) + self.taken
+        return gpu_bytes_for(arena, device.platform) + self.taken
 
 
 def host_memory_available() -> int:

@@ -35,7 +35,8 @@ def progress_bar(total: int) -> Iterator[Callable[[int], None]]:
         bar.close()
 
 
-def _make_bar(total: int) -> Any | None:
+def bar_class() -> Any | None:
+    """tqdm's bar for a terminal or a notebook; None without tqdm, or without stderr."""
     if sys.stderr is None:
         return None
     try:
@@ -49,7 +50,14 @@ def _make_bar(total: int) -> Any | None:
         monitor_interval = 0  # no thread of tqdm's own
 
     Bar.set_lock(threading.RLock())  # stopped while it draws, tqdm keeps the lock
-    return Bar(
+    return Bar
+
+
+def _make_bar(total: int) -> Any | None:
+    bar = bar_class()
+    if bar is None:
+        return None
+    return bar(
         total=total,
         delay=_PATIENCE_SECONDS,
         miniters=0,  # the time is news too

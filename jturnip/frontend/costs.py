@@ -23,22 +23,20 @@ class DeviceRates:
         return max(flops / self.flops_per_second, nbytes / self.bytes_per_second)
 
 
-# Primitives that are the reason for a task, with cheap ones around them.
-HEAVY = frozenset(
-    "dot_general ragged_dot ragged_dot_general conv_general_dilated scan while cond sort"
-    " top_k approx_top_k fft cholesky lu lu_pivots_to_permutation householder_product qr"
-    " geqrf eigh eig svd triangular_solve tridiagonal_solve schur hessenberg tridiagonal"
-    " custom_linear_solve gather scatter scatter-add scatter-mul scatter-min scatter-max"
-    " reduce_window reduce_window_sum reduce_window_max select_and_scatter"
-    " select_and_scatter_add cumsum cumprod cummax cummin cumlogsumexp pallas_call ffi_call"
-    " shard_map pure_callback random_bits threefry2x32 triangular_solve custom_call jit"
-    " pjit".split()
-)
-
 # What LAPACK does for the CPU.
 LINEAR_ALGEBRA = frozenset(
     "cholesky lu householder_product qr geqrf geqp3 ormqr eigh eig svd schur hessenberg"
     " triangular_solve tridiagonal tridiagonal_solve".split()
+)
+
+# Primitives that are the reason for a task, with cheap ones around them.
+HEAVY = LINEAR_ALGEBRA | frozenset(
+    "dot_general ragged_dot ragged_dot_general conv_general_dilated scan while cond sort"
+    " top_k approx_top_k fft lu_pivots_to_permutation custom_linear_solve gather scatter"
+    " scatter-add scatter-mul scatter-min scatter-max reduce_window reduce_window_sum"
+    " reduce_window_max select_and_scatter select_and_scatter_add cumsum cumprod cummax"
+    " cummin cumlogsumexp pallas_call ffi_call shard_map pure_callback random_bits"
+    " threefry2x32 custom_call jit pjit".split()
 )
 
 # Every element of a result comes from the elements at its place; scalars go with any shape.

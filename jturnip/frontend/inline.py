@@ -1,10 +1,9 @@
 """The first pass: a traced function as numbered values and one list of equations.
 
 Calls are inlined, and of what depends on the platform, what is for the one at hand. What
-only moves values between memories is taken out, since what lies
-where is the plan's matter (`hints.py`). All that touches a mutable reference becomes one
-equation (`refs.py`). What is no function of arrays on one device is refused here, with the
-user's line.
+only moves values between memories is taken out, since what lies where is the plan's matter
+(`hints.py`). All that touches a mutable reference becomes one equation (`refs.py`). What is
+no function of arrays on one device is refused here, with the user's line.
 """
 
 from collections.abc import Sequence

@@ -81,23 +81,30 @@ def make_plan(
     graph, device = candidate.graph, candidate.arguments.device
     link = link_of(device, simulated)
     names = (strategy,) if strategy != "auto" else _promising(graph)
-    best: tuple[RunReport, str, MemGraph, Schedule] | None = None
+    arena = placement.arena_bytes(gpu_bytes, device.platform)
+    best: tuple[RunReport, MemGraph, Schedule] | None = None
     with _without_cycle_collection():
         for name in names:
-            memgraph = make_memgraph(graph, placement.arena_bytes(gpu_bytes, device), name)
-            ready = schedule(graph, memgraph, link)
-            run = simulate(ready, name, link.latency_seconds)
-            if best is None or run.seconds < _CLEARLY * best[0].seconds:
-                best = run, name, memgraph, ready
+            found = _simulated(graph, arena, name, link)
+            if best is None or found[0].seconds < _CLEARLY * best[0].seconds:
+                best = found
         assert best is not None
-        run, name, memgraph, ready = best
+        run, memgraph, ready = best
         peak = verify(graph, memgraph)
-        plan = _figures(graph, memgraph, gpu_bytes, peak, name, run, link)
+        plan = _figures(graph, memgraph, gpu_bytes, peak, run, link)
     if runs_here:
         _check_host(plan, candidate)
-    least = placement.gpu_bytes_for(smallest_budget(graph), device)
-    others = _OtherBudgets(graph, name, link, device.platform, least)
+    others = _OtherBudgets(graph, run.strategy, link, device.platform)
     return dataclasses.replace(plan, others=others), ready
+
+
+def _simulated(
+    graph: TaskGraph, arena: int, strategy: str, link: Link
+) -> tuple[RunReport, MemGraph, Schedule]:
+    """A plan by one strategy, and its run as the simulator predicts it."""
+    memgraph = make_memgraph(graph, arena, strategy)
+    ready = schedule(graph, memgraph, link)
+    return simulate(ready, strategy, link.latency_seconds), memgraph, ready
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,14 +115,15 @@ class _OtherBudgets:
     strategy: str
     link: Link
     platform: str
-    least_bytes: int
+
+    @property
+    def least_bytes(self) -> int:
+        return placement.gpu_bytes_for(smallest_budget(self.graph), self.platform)
 
     def seconds_in(self, gpu_bytes: int) -> float:
-        arena = placement.arena_bytes_on(gpu_bytes, self.platform)
+        arena = placement.arena_bytes(gpu_bytes, self.platform)
         with _without_cycle_collection():
-            memgraph = make_memgraph(self.graph, arena, self.strategy)
-            ready = schedule(self.graph, memgraph, self.link)
-            return simulate(ready, self.strategy, self.link.latency_seconds).seconds
+            return _simulated(self.graph, arena, self.strategy, self.link)[0].seconds
 
 
 def _promising(graph: TaskGraph) -> tuple[str, ...]:
@@ -127,7 +135,6 @@ def _figures(
     memgraph: MemGraph,
     gpu_bytes: int,
     peak_bytes: int,
-    strategy: str,
     run: RunReport,
     link: Link,
 ) -> Plan:
@@ -146,7 +153,7 @@ def _figures(
         predicted_seconds=run.seconds,
         predicted_run=run,
         lower_bound_seconds=bound,
-        strategy=strategy,
+        strategy=run.strategy,
         taskgraph=graph,
         memgraph=memgraph,
     )

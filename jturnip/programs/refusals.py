@@ -77,7 +77,7 @@ def _of_all_pieces(make: Callable[[int], Program], refusal: DoesNotFit) -> DoesN
 
 def explained(refusal: DoesNotFit, flat: FlatJaxpr | None, device: Device) -> DoesNotFit:
     """The same refusal, with what cannot be done in parts and why."""
-    arena = placement.arena_bytes(refusal.gpu_bytes, device)
+    arena = placement.arena_bytes(refusal.gpu_bytes, device.platform)
     reason = in_the_way(flat, arena) if flat is not None else ""
     if not reason:
         return refusal

@@ -3,11 +3,8 @@
 import itertools
 from typing import Any
 
-from jturnip.show.pictures import COLOURS, IDLE
+from jturnip.show.pictures import COLOURS, IDLE, unit_of
 from jturnip.show.timeline import Lane
-
-
-_UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
 
 
 def of_comparison(comparison: Any, axes: Any = None) -> Any:
@@ -27,9 +24,9 @@ def of_comparison(comparison: Any, axes: Any = None) -> Any:
     else:
         figure = axes[0].figure
     rows = [row for row in comparison.rows if row.gpu_bytes is not None]
-    unit, name = _unit([row.gpu_bytes for row in rows])
+    unit, name = unit_of(max((row.gpu_bytes for row in rows), default=1))
     _times(axes[0], comparison, rows, unit)
-    _bytes(axes[1], rows, unit)
+    _bytes(axes[1], rows, unit, name)
     for ax in axes:
         peak = comparison.stock_peak_bytes / unit
         ax.axvline(peak, color="grey", linestyle=":", label="peak of jax.jit")
@@ -70,27 +67,18 @@ def _times(ax: Any, comparison: Any, rows: Any, unit: int) -> None:
     ax.set_title("time")
 
 
-def _bytes(ax: Any, rows: Any, unit: int) -> None:
+def _bytes(ax: Any, rows: Any, unit: int, name: str) -> None:
     own = sorted((r for r in rows if r.seconds), key=_budget)
     x = [r.gpu_bytes / unit for r in own]
     for lane, field in ((Lane.H2D, "h2d_bytes"), (Lane.D2H, "d2h_bytes")):
         y = [getattr(r, field) / unit for r in own]
         ax.plot(x, y, marker="o", color=COLOURS[lane], label=lane.title)
-    ax.set_ylabel(f"bytes over the link ({_unit_name(unit)})")
+    ax.set_ylabel(f"bytes over the link ({name})")
     ax.set_title("bytes over the link, a call")
 
 
 def _budget(row: Any) -> int:
     return row.gpu_bytes
-
-
-def _unit(sizes: list[int]) -> tuple[int, str]:
-    most = max(sizes, default=1)
-    return next((u, name) for u, name in _UNITS if most >= u)
-
-
-def _unit_name(unit: int) -> str:
-    return dict(_UNITS)[unit]
 
 
 def _seconds(times: list[float]) -> tuple[float, str]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from jturnip.errors import DoesNotFit
-from jturnip.graph.memgraph import InstanceId, Op, OpKind
+from jturnip.graph.memgraph import InstanceId, Op, OpKind, ranges_bytes
 from jturnip.graph.plan import Plan
 from jturnip.graph.report import RunReport
 from jturnip.graph.taskgraph import BufferId, Role, Task
@@ -84,7 +84,7 @@ def _at_the_peak(plan: Plan) -> Iterator[str]:
         what = describe(plan, plan.memgraph.instances[i].buffer)
         yield f"- {format_bytes(sizes[i])}: {what}"
     if peak_op is not None and peak_op.workspace:
-        workspace = sum(n for _, n in peak_op.workspace)
+        workspace = ranges_bytes(peak_op.workspace)
         yield f"- {format_bytes(workspace)}: workspace of that task"
 
 
@@ -92,7 +92,7 @@ def peak_of(plan: Plan) -> tuple[Op | None, int, list[InstanceId]]:
     """Where in the planned order most is in use: the op (None: at the start), the bytes,
     and the instances that are there."""
     memgraph = plan.memgraph
-    sizes = [sum(n for _, n in i.ranges) for i in memgraph.instances]
+    sizes = [ranges_bytes(i.ranges) for i in memgraph.instances]
     there = dict.fromkeys(i for i in memgraph.inputs_at_start if sizes[i])
     occupied = sum(sizes[i] for i in there)
     best: tuple[Op | None, int, list[InstanceId]] = None, occupied, list(there)
@@ -104,7 +104,7 @@ def peak_of(plan: Plan) -> tuple[Op | None, int, list[InstanceId]]:
         for i in gone:
             there.pop(i, None)
             occupied -= sizes[i]
-        workspace = sum(n for _, n in op.workspace)
+        workspace = ranges_bytes(op.workspace)
         if occupied + workspace > best[1]:
             best = op, occupied + workspace, [i for i in there if sizes[i]]
     return best
@@ -212,7 +212,7 @@ def _other_budgets(plan: Plan) -> Iterator[str]:
         what = " (the least these tasks need)" if budget == least else ""
         what = " (this plan)" if budget == plan.gpu_bytes else what
         share = seconds / plan.predicted_seconds if plan.predicted_seconds else 1.0
-        yield (f"- {format_bytes(budget)}: {format_seconds(seconds)}, x {share:.2f}{what}")
+        yield f"- {format_bytes(budget)}: {format_seconds(seconds)}, x {share:.2f}{what}"
     yield (
         "Less may work with the function cut into smaller tasks:"
         " lowered.minimum_gpu_bytes looks for the least."

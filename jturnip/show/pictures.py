@@ -137,12 +137,11 @@ def _title(events: Sequence[Event]) -> str:
 
 
 def _idle(run: Timeline, scale: _Scale, y: float) -> list[str]:
-    parts, last = [], -math.inf
+    parts = []
     for idle in run.idle:
         x, end = scale.x(idle.start), scale.x(idle.end)
-        if end - x < _GAP or x < last:
+        if end - x < _GAP:
             continue
-        last = end
         title = f"compute idle for {format_seconds(idle.end - idle.start)}"
         style = f'fill="{IDLE}"'
         parts.append(_box(x, y + _LANE - 6, end - x, 6, style, title))
@@ -198,12 +197,11 @@ def _axis_of_time(scale: _Scale, y: float) -> list[str]:
 
 def _axis_of_bytes(most: int, top: float, height: float, what: str) -> list[str]:
     parts = [_line(_LEFT, top, _LEFT, top + height, 'stroke="currentColor"')]
-    unit = next((u for u in (2**30, 2**20, 2**10) if most >= u), 1)
+    unit, name = unit_of(most)
     step = max(1, nice_step(most / unit, 4)) if unit == 1 else nice_step(most / unit, 4)
     for i in range(math.floor(most / unit / step + 1e-9) + 1):
         y = top + height - height * i * step * unit / most
         parts.append(_line(_LEFT - 5, y, _LEFT, y, 'stroke="currentColor"'))
-        name = {2**30: "GiB", 2**20: "MiB", 2**10: "KiB", 1: "B"}[unit]
         parts.append(_text(_LEFT - 8, y + 4, f"{i * step:g} {name}", "end"))
     turned = f'transform="rotate(-90 14 {top + height / 2:.1f})"'
     parts.append(_text(14, top + height / 2, what, "middle", turned))
@@ -248,6 +246,12 @@ def nice_step(span: float, steps: int) -> float:
     raw = span / steps
     power = 10.0 ** math.floor(math.log10(raw))
     return next(n * power for n in (1, 2, 5, 10) if n * power >= raw * 0.999)
+
+
+def unit_of(nbytes: int) -> tuple[int, str]:
+    """The largest unit of which there is one among so many bytes, and its name."""
+    units = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+    return next((unit for unit in units if nbytes >= unit[0]), (1, "B"))
 
 
 def format_seconds(seconds: float) -> str:

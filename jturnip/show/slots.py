@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from jturnip.graph.memgraph import OpKind
+from jturnip.graph.memgraph import OpKind, Ranges, ranges_bytes
 from jturnip.graph.plan import Plan
 from jturnip.graph.taskgraph import Role
 from jturnip.show.timeline import buffer_name
@@ -16,7 +16,7 @@ class Stay:
     start: float
     end: float
     # Each part's offset and bytes in the arena.
-    ranges: tuple[tuple[int, int], ...]
+    ranges: Ranges
     # "argument", "intermediate", "result" or "workspace".
     kind: str
     name: str
@@ -25,7 +25,7 @@ class Stay:
     @property
     def nbytes(self) -> int:
         """Its bytes, all parts together."""
-        return sum(nbytes for _, nbytes in self.ranges)
+        return ranges_bytes(self.ranges)
 
 
 _KINDS = {

@@ -75,7 +75,7 @@ class Timeline:
 
     def lane(self, lane: Lane) -> list[Event]:
         """The events of one lane, by start."""
-        return sorted((e for e in self.events if e.lane is lane), key=lambda e: e.start)
+        return [e for e in self.events if e.lane is lane]
 
 
 def of_run(report: RunReport, plan: Plan | None = None) -> Timeline:
@@ -170,9 +170,7 @@ def _memory(report: RunReport) -> tuple[tuple[float, int], ...]:
     """Bytes are taken when an op is issued. Ops are told of in that order, but a task by
     when its turn comes in the queue: it was issued no later than what was issued next."""
     issued, earliest = [], report.seconds
-    for start, in_use in zip(
-        reversed(report.starts), reversed(report.in_use), strict=False
-    ):
+    for start, in_use in zip(reversed(report.starts), reversed(report.in_use), strict=True):
         earliest = min(earliest, start)
         issued.append((earliest, in_use))
     return tuple(reversed(issued))
@@ -181,9 +179,8 @@ def _memory(report: RunReport) -> tuple[tuple[float, int], ...]:
 def _idle(events: list[Event]) -> list[Idle]:
     """The times between tasks; before the first, it waits for its reloads."""
     idle, free = [], 0.0
-    tasks = sorted((e for e in events if e.lane is Lane.COMPUTE), key=lambda e: e.start)
-    for task in tasks:
+    for task in (e for e in events if e.lane is Lane.COMPUTE):
         if task.start > free:
             idle.append(Idle(free, task.start))
-        free = max(free, task.end)
+        free = task.end
     return idle

@@ -84,15 +84,11 @@ def _memory(run: Timeline) -> Iterator[dict[str, Any]]:
 
 
 def _rates(run: Timeline) -> Iterator[dict[str, Any]]:
-    """Bytes per second of each direction of the link, which steps where copies begin and
-    end; several at once share what is counted."""
+    """Bytes per second of each direction of the link, one copy after the other."""
     for lane in (Lane.H2D, Lane.D2H):
-        steps: list[tuple[float, float]] = []
+        name = f"link {lane.title}"
         for e in run.lane(lane):
-            rate = e.nbytes / e.seconds if e.seconds > 0 else 0.0
-            steps += [(e.start, rate), (e.end, -rate)]
-        total = 0.0
-        for when, change in sorted(steps):
-            total = max(0.0, total + change)
-            name = f"link {lane.title}"
-            yield _event("C", when, name=name, args={"bytes per second": total})
+            if e.seconds > 0:
+                rate = e.nbytes / e.seconds
+                yield _event("C", e.start, name=name, args={"bytes per second": rate})
+                yield _event("C", e.end, name=name, args={"bytes per second": 0.0})

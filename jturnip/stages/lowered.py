@@ -106,7 +106,7 @@ class Lowered:
 
     def _with_residuals_away(self, part: Part, device: Device) -> Wanted:
         """What is wanted, with the residuals for which no room is left in host memory."""
-        arena = placement.arena_bytes(self.gpu_bytes, device)
+        arena = placement.arena_bytes(self.gpu_bytes, device.platform)
         sizes = {i: padded(self._result_types[i].nbytes) for i in part.residuals}
         room = (arena + part.beside_bytes) // _RESIDUALS - part.residual_bytes
         if sum(sizes.values()) <= room:
@@ -160,7 +160,7 @@ class Lowered:
             return
         staying = self._staying_bytes()
         device = self._arguments.device
-        needed = placement.gpu_bytes_for(asked + staying, device)
+        needed = placement.gpu_bytes_for(asked + staying, device.platform)
         if needed > self.gpu_bytes:
             beside = (
                 f", beside {format_bytes(staying)} of arguments and closed-over arrays"
@@ -399,7 +399,7 @@ class Lowered:
         """The refusal of a budget that is surely too small to cut arrays by their rows
         only: into pieces so small, that would take long."""
         least = bounds.read_whole_bytes(self._traced.jaxpr)
-        needed = placement.gpu_bytes_for(padded(least), self._arguments.device)
+        needed = placement.gpu_bytes_for(padded(least), self._arguments.device.platform)
         if self.gpu_bytes >= needed:
             return None
         return DoesNotFit(
@@ -433,7 +433,7 @@ class Lowered:
         """
         there = self._argument_bytes([w for w in Whose if not w.on_host and not w.ours])
         there += memory.device_bytes(self._closed_over)
-        arena = placement.arena_bytes(self.gpu_bytes, self._arguments.device)
+        arena = placement.arena_bytes(self.gpu_bytes, self._arguments.device.platform)
         return Trials(there, arena - there, self._alone)
 
     @contextlib.contextmanager
@@ -443,15 +443,13 @@ class Lowered:
             self._turn.alone(None)
             yield
 
-    def _measured_program(
-        self, trials: Trials | None, used: list[Any] | None = None
-    ) -> Program:
+    def _measured_program(self, trials: Trials) -> Program:
         """The program with measured times; what was planned before them is used again."""
-        if "_program" in self.__dict__ and trials is not None:
+        if "_program" in self.__dict__:
             again = remeasured(self._program, self.gpu_bytes, self._how(trials))
             if again is not None:
                 return again
-        return self._make_program(trials, used)
+        return self._make_program(trials)
 
     @compat.api_boundary
     def compile(self, compiler_options: dict[str, Any] | None = None) -> "Compiled":
@@ -549,8 +547,10 @@ class Lowered:
                 plan, seconds = made._whole_plan[1], made._whole_seconds(made._whole)
                 expected = link_of(made._arguments.device, made._options.link)
                 return prediction.of_whole(plan, seconds, expected, *names)
-            trials = made._trials() if on is None else None
-            program = made._measured_program(trials, self._of_prediction)
+            if on is None:
+                program = made._measured_program(made._trials())
+            else:
+                program = made._make_program(used=self._of_prediction)
             return prediction.of_split(program.plan, *names)
 
     def _elsewhere(self, on: Accelerator | None, over: HostLink | None) -> "Lowered":
@@ -601,9 +601,7 @@ class Lowered:
             placement.sharding(device, on_host=False),
             self._trials(),
         )
-        cost = cost_of(whole, self._whole_plan[1])
-        flops, nbytes = cost.get("flops", 0.0), cost.get("bytes accessed", 0.0)
-        return measured or rates(device).seconds(flops, nbytes)
+        return measured or rates(device).seconds(*prediction.cost(whole))
 
     def _warn_of_useless_donations(self) -> None:
         """As `jax.jit` does, where it did not see the function whole."""

@@ -137,7 +137,7 @@ def whole_seconds_on(accelerator: Accelerator, whole: Any, jaxpr: Any) -> float:
       whole: a `jax.stages.Compiled`.
       jaxpr: of what it does.
     """
-    return seconds_on(accelerator, _equations(jaxpr), *_cost(whole))
+    return seconds_on(accelerator, _equations(jaxpr), *cost(whole))
 
 
 def whole_seconds_here(
@@ -161,7 +161,7 @@ def whole_seconds_here(
       trials: what there is room for.
     """
     infos = jax.tree.leaves(args_info)
-    flops, accessed = _cost(whole)
+    flops, accessed = cost(whole)
     executable = Executable(
         call=lambda *leaves: jax.tree.leaves(call(leaves)),
         marked=False,
@@ -176,10 +176,10 @@ def whole_seconds_here(
     return executable.seconds
 
 
-def _cost(whole: Any) -> tuple[float, float]:
+def cost(whole: Any) -> tuple[float, float]:
     """Floating-point operations and bytes accessed, by XLA."""
-    cost = whole.cost_analysis() or {}
-    return float(cost.get("flops", 0.0)), float(cost.get("bytes accessed", 0.0))
+    found = whole.cost_analysis() or {}
+    return float(found.get("flops", 0.0)), float(found.get("bytes accessed", 0.0))
 
 
 def _equations(jaxpr: Any) -> Sequence[Any]:

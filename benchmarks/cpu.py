@@ -15,9 +15,19 @@ from typing import Any
 
 from absl import app, flags
 
-from benchmarks import axes, growth, layers, lengths, link, measure, planning, steps
+from benchmarks import (
+    axes,
+    growth,
+    layers,
+    lengths,
+    link,
+    measure,
+    planning,
+    predictions,
+    steps,
+)
 from benchmarks.measure import Section
-from jturnip.models import llama
+from jturnip.models import llama, pair
 
 
 _ONLY = flags.DEFINE_list("only", [], "Sections to measure; all by default.")
@@ -60,6 +70,8 @@ class Sizes:
     long: int
     long_pairs: int
     residues: int
+    pair: pair.PairConfig
+    predicted: tuple[float, ...]
 
 
 FULL = Sizes(
@@ -81,6 +93,8 @@ FULL = Sizes(
     long=1024,
     long_pairs=9,
     residues=48,
+    pair=pair.config("bench"),
+    predicted=(0.5, 0.25, 0.125),
 )
 _TINIEST = llama.config("tiny", layers=1, length=8, width=16, heads=2, kv_heads=1)
 TINY = Sizes(
@@ -102,6 +116,8 @@ TINY = Sizes(
     long=64,
     long_pairs=1,
     residues=8,
+    pair=pair.config("tiny"),
+    predicted=(0.5,),
 )
 
 SECTIONS: dict[str, Callable[[Sizes], Section]] = {
@@ -116,6 +132,9 @@ SECTIONS: dict[str, Callable[[Sizes], Section]] = {
     "growth": lambda s: growth.growth(s.grown, s.grown_pairs),
     "axes": lambda s: axes.axes(s.long, s.long_pairs),
     "lengths": lambda s: lengths.lengths(s.long, s.residues),
+    "predictions": lambda s: predictions.predictions(
+        s.link, s.pair, s.predicted, s.link_rounds
+    ),
 }
 
 

@@ -67,7 +67,7 @@ def link(model: llama.LlamaConfig, budgets: Sequence[float], rounds: int) -> Sec
         " computing of a run over a free link; `half`: twice that rate. The figure is a"
         " run's seconds over max(compute, bytes over the link), with the computing measured"
         " in that very run; beside it the same over the plan's `lower_bound_seconds`, whose"
-        " task times were measured on zeros, the best of a few calls."
+        " task times were measured on zeros, the median of a few calls."
     )
     return Section("(e) Over a simulated link", about, tuple(figures))
 

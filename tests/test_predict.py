@@ -1,5 +1,6 @@
 """What a function would take on hardware that is not there, and what stock JAX needs."""
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -16,7 +17,11 @@ import numpy as np
 import pytest
 
 import jturnip
+from jturnip.compiler.executables import Trials
 from jturnip.hardware import accelerator, host_link
+from jturnip.programs import calibration
+from jturnip.programs.devices import link_of
+from jturnip.runtime.schedule import Link
 from jturnip.stages.lowered import Lowered
 
 
@@ -369,9 +374,58 @@ def test_the_machine_at_hand_is_measured():
     plan = function.compile().plan
     assert predicted.h2d_bytes == plan.h2d_bytes
     assert predicted.peak_bytes == plan.peak_bytes
-    assert predicted.compute_seconds == pytest.approx(
-        sum(task.seconds for task in plan.taskgraph.tasks)
+    alone = sum(task.seconds for task in plan.taskgraph.tasks)
+    link = link_of(jax.devices()[0], None)
+    moves = [op for op in plan.memgraph.ops if op.kind.value in ("reload", "offload")]
+    lost = link.lost_seconds(0) * len(moves)
+    lost += link.compute_seconds_per_byte * (plan.h2d_bytes + plan.d2h_bytes)
+    assert alone * 0.999 <= predicted.compute_seconds <= (alone + lost) * 1.001
+
+
+def trials_in(room: int) -> Trials:
+    return Trials(1000, room, contextlib.nullcontext)
+
+
+def test_the_link_at_hand_is_measured_once(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(calibration, "_links", {})
+    device, trials = jax.devices("cpu")[0], trials_in(32 * MIB)
+    calibration.calibrate(device, trials)
+    link = calibration.measured_link(device)
+    assert link is not None
+    # What any machine has, and none.
+    for rate in (link.h2d_bytes_per_second, link.d2h_bytes_per_second):
+        assert 1e7 < rate < 1e13
+    assert 0 < link.issue_seconds <= link.latency_seconds < 1.0
+    assert 0 < link.compute_seconds_per_copy < 1.0
+    assert link.compute_seconds_per_byte >= 0
+    assert 1000 + 4 * MIB < trials.peak_bytes <= 1000 + 32 * MIB
+    calibration.calibrate(device, again := trials_in(32 * MIB))
+    assert calibration.measured_link(device) is link
+    assert again.peak_bytes == 0
+
+
+def test_without_room_no_link_is_measured(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(calibration, "_links", {})
+    device, trials = jax.devices("cpu")[0], trials_in(MIB // 2)
+    calibration.calibrate(device, trials)
+    assert calibration.measured_link(device) is None
+    assert trials.peak_bytes == 0
+    assert link_of(device, None).compute_seconds_per_copy == 0
+
+
+def test_a_simulated_link_is_no_faster_than_the_copies_that_are_made(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    device = jax.devices("cpu")[0]
+    real = Link(1e9, 2e9, 1e-4, 2e-5, 3e-5, 1e-10)
+    monkeypatch.setattr(calibration, "_links", {device: real})
+    slow = link_of(device, jturnip.SimulatedLink(1e8, 1e8, 1e-3))
+    assert slow == dataclasses.replace(
+        real, h2d_bytes_per_second=1e8, d2h_bytes_per_second=1e8, latency_seconds=1e-3
     )
+    assert link_of(device, jturnip.SimulatedLink(1e12, 1e12)) == real
+    # A link that is not there has no copies.
+    assert link_of(device, Link(1e12, 1e12)) == Link(1e12, 1e12)
 
 
 def test_the_machine_at_hand_may_have_another_link():

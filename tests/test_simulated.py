@@ -86,8 +86,28 @@ def test_waiting_for_the_last_offload_is_no_stall():
 
 def test_latency_delays_a_completion_and_does_not_occupy_the_link():
     ops = [(H2D, 3.0), (H2D, 3.0), (COMPUTE, 1.0)]
-    report = simulate(a_schedule(ops, {2: [1]}), latency_seconds=2.0)
+    report = simulate(a_schedule(ops, {2: [1]}), link=Link(1.0, 1.0, 2.0))
     assert report.ends == (5.0, 8.0, 9.0)
+
+
+def test_a_copy_costs_the_computing_beside_it():
+    ops = [(COMPUTE, 4.0), (H2D, 3.0), (COMPUTE, 4.0)]
+    link = Link(1.0, 1.0, compute_seconds_per_copy=0.5, compute_seconds_per_byte=0.25)
+    assert link.lost_seconds(4) == 1.5
+    report = simulate(a_schedule(ops, {2: [1]}), link=link)
+    assert (report.seconds, report.compute_seconds) == (8.75, 8.75)  # one byte is moved
+
+
+def test_a_copy_costs_nothing_where_no_task_could_run():
+    link = Link(1.0, 1.0, compute_seconds_per_copy=2.0)
+    report = simulate(a_schedule([(H2D, 3.0), (COMPUTE, 2.0)], {1: [0]}), link=link)
+    assert (report.seconds, report.compute_seconds) == (5.0, 2.0)
+
+
+def test_the_loop_takes_its_time_to_start_a_copy():
+    link = Link(1.0, 1.0, issue_seconds=0.5)
+    report = simulate(a_schedule([(H2D, 3.0), (D2H, 3.0)]), link=link)
+    assert report.ends == (3.5, 4.0)  # those to the host are started first
 
 
 def test_an_offload_begins_when_the_run_that_wrote_is_over():
@@ -176,7 +196,7 @@ def test_the_simulated_order_is_the_state_machines(strategy: str, factor: float)
 def test_a_run_is_never_faster_than_its_work(graph: TaskGraph, strategy: str, more: int):
     memgraph = plan(graph, smallest_budget(graph) + more, strategy)
     ready = schedule(graph, memgraph, LINK)
-    report = simulate(ready, latency_seconds=0.5)
+    report = simulate(ready, link=Link(1.0, 1.0, 0.5))
     compute = sum(t.seconds for t in graph.tasks)
     least = max(compute, float(report.h2d_bytes), float(report.d2h_bytes))
     # Sums are added up in another order.

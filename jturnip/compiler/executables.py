@@ -15,6 +15,7 @@ import concurrent.futures
 import contextlib
 import functools
 import os
+import statistics
 import time
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -446,7 +447,7 @@ def try_out(
     sharding: jax.sharding.Sharding,
     trials: Trials,
 ) -> None:
-    """Warms executables and measures each, the best of a few calls on zeros.
+    """Warms executables and measures each, the median of a few calls on zeros.
 
     Args:
       executables: each with the bytes that a call takes, operands and all; one that was
@@ -485,7 +486,7 @@ def _seconds(
         began = time.perf_counter()
         jax.block_until_ready(executable.call(*arguments))
         seconds.append(time.perf_counter() - began)
-    return min(seconds)  # the first is slow, the others are disturbed
+    return statistics.median(seconds[1:])  # the first is slow
 
 
 # -- keys ------------------------------------------------------------------------------

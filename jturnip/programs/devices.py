@@ -1,9 +1,12 @@
 """What is expected of a device and of the link to it, until they are measured."""
 
+import dataclasses
+
 from jturnip import compat
 from jturnip.compat import Device
 from jturnip.frontend.costs import LINEAR_ALGEBRA, DeviceRates
 from jturnip.hardware import Accelerator
+from jturnip.programs.calibration import measured_link
 from jturnip.runtime.link import SimulatedLink
 from jturnip.runtime.schedule import Link
 
@@ -26,12 +29,19 @@ def rates(device: Device, instead: Accelerator | None = None) -> DeviceRates:
     return _RATES["cpu" if is_cpu else "gpu"]
 
 
-def link_of(device: Device, simulated: SimulatedLink | None) -> Link:
-    """What is expected of the link to a device."""
-    if simulated is not None:
-        return Link(
-            simulated.h2d_bytes_per_second,
-            simulated.d2h_bytes_per_second,
-            simulated.latency_seconds,
-        )
-    return _LINKS["cpu" if device.platform == "cpu" else "gpu"]
+def link_of(device: Device, over: SimulatedLink | Link | None) -> Link:
+    """What is expected of the link to a device: as measured, where it has been. Of one that
+    is simulated, what the real copies allow; another one is as it is."""
+    if isinstance(over, Link):
+        return over
+    expected = _LINKS["cpu" if device.platform == "cpu" else "gpu"]
+    real = measured_link(device) or expected
+    if over is None:
+        return real
+    # The copies are real, and told of no earlier than they are made.
+    return dataclasses.replace(
+        real,
+        h2d_bytes_per_second=min(over.h2d_bytes_per_second, real.h2d_bytes_per_second),
+        d2h_bytes_per_second=min(over.d2h_bytes_per_second, real.d2h_bytes_per_second),
+        latency_seconds=max(over.latency_seconds, real.latency_seconds),
+    )

@@ -18,6 +18,7 @@ from jturnip.placement import Whose
 from jturnip.planner import figures
 from jturnip.planner.planner import plan as make_memgraph, smallest_budget
 from jturnip.planner.verify import verify
+from jturnip.programs.calibration import calibrate
 from jturnip.programs.devices import link_of
 from jturnip.programs.places import argument_bytes
 from jturnip.programs.records import Split
@@ -39,7 +40,8 @@ _CLEARLY = 0.97
 
 
 def measure(candidate: Split, trials: Trials) -> Split:
-    """Runs each new executable on zeros, where there is room for that.
+    """Runs each new executable on zeros, where there is room for that, and measures the
+    link where that has not been done.
 
     Returns:
       The same with measured seconds in its tasks.
@@ -51,11 +53,13 @@ def measure(candidate: Split, trials: Trials) -> Split:
         arrays = (graph.buffers[b] for b in (*task.inputs, *task.outputs))
         needs = padded(task.workspace) + sum(padded(b.nbytes) for b in arrays)
         largest[task.executable] = max(needs, largest[task.executable])
+    device = candidate.arguments.device
     compiler.try_out(
         list(zip(candidate.executables, largest, strict=True)),
-        placement.sharding(candidate.arguments.device, on_host=False),
+        placement.sharding(device, on_host=False),
         trials,
     )
+    calibrate(device, trials)
     tasks = tuple(
         dataclasses.replace(
             t, seconds=candidate.executables[t.executable].seconds or t.seconds
@@ -69,7 +73,7 @@ def make_plan(
     candidate: Split,
     gpu_bytes: int,
     strategy: str,
-    simulated: SimulatedLink | None,
+    over: SimulatedLink | Link | None,
     runs_here: bool = True,
 ) -> tuple[Plan, Schedule]:
     """Plans by one strategy, or by the one that the simulator finds fastest; verifies.
@@ -79,7 +83,7 @@ def make_plan(
         the device.
     """
     graph, device = candidate.graph, candidate.arguments.device
-    link = link_of(device, simulated)
+    link = link_of(device, over)
     names = (strategy,) if strategy != "auto" else _promising(graph)
     arena = placement.arena_bytes(gpu_bytes, device.platform)
     best: tuple[RunReport, MemGraph, Schedule] | None = None
@@ -104,7 +108,7 @@ def _simulated(
     """A plan by one strategy, and its run as the simulator predicts it."""
     memgraph = make_memgraph(graph, arena, strategy)
     ready = schedule(graph, memgraph, link)
-    return simulate(ready, strategy, link.latency_seconds), memgraph, ready
+    return simulate(ready, strategy, link), memgraph, ready
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from jturnip.hardware import Accelerator
 from jturnip.placement import NOTHING_KNOWN, Arguments, Returned
 from jturnip.programs import attempts, places
 from jturnip.runtime.link import SimulatedLink
-from jturnip.runtime.schedule import Schedule
+from jturnip.runtime.schedule import Link, Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,8 @@ class How:
     """How programs are made, beside the budget."""
 
     strategy: str
-    link: SimulatedLink | None
+    # What moves bytes, where it is not the device's own link.
+    link: SimulatedLink | Link | None
     # Where tasks are run on zeros first, to know their times: what that may take.
     trials: Trials | None
     # Whether every equation is a task of its own.

@@ -28,6 +28,15 @@ class Link:
     h2d_bytes_per_second: float
     d2h_bytes_per_second: float
     latency_seconds: float = 0.0
+    # What the loop takes to start a copy.
+    issue_seconds: float = 0.0
+    # How much longer computing takes for each copy beside it, and for each of its bytes.
+    compute_seconds_per_copy: float = 0.0
+    compute_seconds_per_byte: float = 0.0
+
+    def lost_seconds(self, nbytes: int) -> float:
+        """What the computing beside it loses to a copy of so many bytes."""
+        return self.compute_seconds_per_copy + nbytes * self.compute_seconds_per_byte
 
 
 @dataclass(frozen=True, slots=True)

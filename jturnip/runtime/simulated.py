@@ -2,33 +2,37 @@
 
 Compute is one queue in order; each direction of the link moves one buffer at a time at full
 rate. A copy begins once what it depends on is really over, even where the state machine may
-issue it earlier.
+issue it earlier. What a copy costs the computing beside it is taken from the compute engine
+when the copy starts: it delays the next task, unless that has to wait for longer anyway.
 """
 
 import heapq
+import math
 
 from jturnip.graph.report import RunReport
 from jturnip.runtime.loop import run
-from jturnip.runtime.schedule import NONE, Schedule
+from jturnip.runtime.schedule import COMPUTE, NONE, Link, Schedule
 from jturnip.runtime.state import Limits
 
 
 def simulate(
     schedule: Schedule,
     strategy: str = "",
-    latency_seconds: float = 0.0,
+    link: Link | None = None,
     limits: Limits | None = None,
 ) -> RunReport:
-    """Runs `schedule` in virtual time, by the seconds it predicts for each op."""
-    return run(schedule, _VirtualEngines(schedule, latency_seconds), strategy, limits)
+    """Runs `schedule` in virtual time, by the seconds it predicts for each op; of `link`
+    come the latency, and what copies cost the computing beside them."""
+    link = link or Link(math.inf, math.inf)
+    return run(schedule, _VirtualEngines(schedule, link), strategy, limits)
 
 
 class _VirtualEngines:
     """Invariant: `_over[op]` is when all that `op` waits for is over, as far as started."""
 
-    def __init__(self, schedule: Schedule, latency_seconds: float):
+    def __init__(self, schedule: Schedule, link: Link):
         self._schedule = schedule
-        self._latency = latency_seconds
+        self._link = link
         self._now = 0.0
         self._free = [0.0, 0.0, 0.0]
         self._over = [0.0] * len(schedule.engines)
@@ -39,12 +43,16 @@ class _VirtualEngines:
 
     def start(self, op: int) -> None:
         engine = self._schedule.engines[op]
+        moves = self._schedule.moves[op]
+        if moves:
+            self._now += self._link.issue_seconds
         end = self._over[op]
         if engine != NONE:
             begin = max(self._now, self._free[engine], end)
             end = self._free[engine] = begin + self._schedule.seconds[op]
-            if self._schedule.moves[op]:
-                end += self._latency
+            if moves:
+                end += self._link.latency_seconds
+                self._free[COMPUTE] += self._link.lost_seconds(moves)
             heapq.heappush(self._events, (end, op))
         for successor in self._schedule.successors[op]:
             if end > self._over[successor]:

@@ -33,6 +33,7 @@ from jturnip.runners.function import ProgramRunner, Runner
 from jturnip.runners.pieces import make_piece
 from jturnip.runners.whole import Moves, WholeRunner, moves_of, whole_plan
 from jturnip.runtime.link import SimulatedLink
+from jturnip.runtime.schedule import Link
 from jturnip.runtime.turns import Turn
 from jturnip.stages import prediction
 from jturnip.stages.compiled import Compiled, avals, cost_of, donated
@@ -97,6 +98,7 @@ class Lowered:
         self._finest = False
         # What it is planned for, where it is to be predicted and not to be run.
         self._accelerator: Accelerator | None = None
+        self._link: SimulatedLink | Link | None = options.link
         # What was compiled for predictions: the next needs most of it again.
         self._of_prediction: list[Any] = []
         # What was compiled before the function was refused.
@@ -419,7 +421,7 @@ class Lowered:
             returned = Returned.of(*infos, placed)
         return How(
             self._options.strategy,
-            self._options.link,
+            self._link,
             trials,
             self._finest,
             returned=returned,
@@ -545,7 +547,7 @@ class Lowered:
             names = name, over.name if over else at_hand
             if made._whole is not None:
                 plan, seconds = made._whole_plan[1], made._whole_seconds(made._whole)
-                expected = link_of(made._arguments.device, made._options.link)
+                expected = link_of(made._arguments.device, made._link)
                 return prediction.of_whole(plan, seconds, expected, *names)
             if on is None:
                 program = made._measured_program(made._trials())
@@ -558,11 +560,6 @@ class Lowered:
         if on is None and over is None:
             return self
         options = dataclasses.replace(self._options, gpu_bytes=self.gpu_bytes)
-        if over is not None:
-            link = SimulatedLink(
-                over.h2d_bytes_per_second, over.d2h_bytes_per_second, over.latency_seconds
-            )
-            options = dataclasses.replace(options, link=link)
         if on is not None and on.memory_bytes is not None:
             if self._options.gpu_bytes is None:
                 options = dataclasses.replace(options, gpu_bytes=on.memory_bytes * 9 // 10)
@@ -573,6 +570,10 @@ class Lowered:
                 )
         made = self._with_options(options, self._in_any_budget)
         made._accelerator = on
+        if over is not None:
+            made._link = Link(
+                over.h2d_bytes_per_second, over.d2h_bytes_per_second, over.latency_seconds
+            )
         made._finest = self._finest
         if made.gpu_bytes == self.gpu_bytes and self._whole is not None:
             made._compiled_whole, made._whole_report = (

@@ -34,6 +34,21 @@ def executable_count(lowered: Lowered) -> int:
     return len(program.split.executables)
 
 
+def forget_times(lowered: Lowered) -> None:
+    """Has the tasks of a split function measured again when it is next asked for."""
+    programs: list[Any] = [lowered._program]
+    while programs:
+        program = programs.pop()
+        if hasattr(program, "split"):
+            for executable in program.split.executables:
+                executable.seconds = None
+        programs += [stage.program for stage in getattr(program, "stages", ())]
+        programs += getattr(program, "branches", ())
+        for part in ("condition", "body"):
+            if hasattr(program, part):
+                programs.append(getattr(program, part))
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class BareCalls:
     """The calls of executables that one run makes, in order.

@@ -99,7 +99,8 @@ class Dispatch:
         return len(self._compiled)
 
     def clear(self) -> None:
-        """Forgets every signature."""
+        """Forgets every signature, and lets go of what is kept on the device."""
         with self._compiling:
             self._compiled.clear()
+        self._turn.kept.clear()
         self._jitted.clear_cache()

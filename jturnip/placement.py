@@ -126,11 +126,16 @@ def free_device_bytes(device: Device) -> int:
 
     A backend without allocator figures (the CPU's) has what the host has.
     """
+    unused = unused_device_bytes(device)
+    return int((host_memory_available() if unused is None else unused) * 0.9)
+
+
+def unused_device_bytes(device: Device) -> int | None:
+    """What the device has left; None for a backend without allocator figures."""
     stats = device.memory_stats()
     if not stats or "bytes_limit" not in stats:
-        return int(host_memory_available() * 0.9)
-    free = stats["bytes_limit"] - stats.get("bytes_in_use", 0)
-    return int(free * 0.9)
+        return None
+    return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
 
 
 def arena_bytes(gpu_bytes: int, platform: str) -> int:

@@ -623,10 +623,12 @@ def test_another_signature_plans_anew(work: dict[str, int], other: str):
     f = split(lambda x: jnp.tanh(x @ x))
     f(square())
     f(other_arguments()[other])
-    assert work["plans"] == 2
+    # What is in host memory is also planned to stay on the device between calls.
+    plans = 3 if other == "memory" else 2
+    assert work["plans"] == plans
     f(other_arguments()[other])
     f(square())
-    assert work["plans"] == 2
+    assert work["plans"] == plans
 
 
 def test_another_static_argument_plans_anew(work: dict[str, int]):
@@ -725,7 +727,7 @@ def test_a_struct_lies_where_its_sharding_says():
     host = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
     struct = functools.partial(jax.ShapeDtypeStruct, (128, 128), jnp.float32)
     plan = (
-        split(lambda x, y: x @ y)
+        jturnip.jit(lambda x, y: x @ y, strategy="turnip")
         .lower(struct(sharding=on_device()), struct(sharding=host))
         .plan
     )

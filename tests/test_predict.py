@@ -231,8 +231,9 @@ def test_what_needs_more_than_any_machine_has_is_predicted_too():
     tokens = struct(1024, 2**16)
     function = jturnip.jit(layers, "70GiB", strategy="turnip").lower(weights, tokens)
     predicted = function.predict("H100 SXM")
-    assert predicted.h2d_bytes == 2**40
-    assert predicted.seconds >= 2**40 / 50e9
+    assert predicted.h2d_bytes + predicted.kept_bytes == 2**40
+    assert predicted.kept_bytes == 2 * 2**34  # beside two more, and a result
+    assert predicted.seconds >= predicted.h2d_bytes / 50e9
 
 
 def test_what_leaves_the_device_need_not_fit_the_host_at_hand(
@@ -294,7 +295,7 @@ def test_what_was_compiled_for_one_device_is_used_for_the_next():
 
 def test_what_fits_is_one_executable_between_two_transfers():
     link = jturnip.HostLink("link", 1e9, 1e9, 0.0)
-    function = jturnip.jit(layers, "64MiB").lower(WEIGHTS, X)
+    function = jturnip.jit(layers).lower(WEIGHTS, X)
     predicted = function.predict(PLAIN, link)
     assert predicted.strategy == "whole"
     assert predicted.h2d_bytes == 8 * MIB
@@ -361,6 +362,12 @@ def test_a_branch_that_is_driven_is_predicted():
     predicted = function.predict("RTX 3090")
     assert predicted.plan.pieces
     assert predicted.h2d_bytes == predicted.plan.h2d_bytes
+
+
+def test_what_fits_finds_its_weights_from_a_call_before():
+    predicted = jturnip.jit(layers, "64MiB").lower(WEIGHTS, X).predict(PLAIN)
+    assert (predicted.h2d_bytes, predicted.kept_bytes) == (0, 8 * MIB)
+    assert predicted.seconds == predicted.compute_seconds
 
 
 # --- The machine at hand.
@@ -439,7 +446,7 @@ def test_the_machine_at_hand_may_have_another_link():
 
 
 def test_a_whole_function_is_measured_on_the_machine_at_hand():
-    function = jturnip.jit(layers, "64MiB", donate_argnums=1).lower(WEIGHTS, X)
+    function = jturnip.jit(layers, donate_argnums=1).lower(WEIGHTS, X)
     predicted = function.predict()
     assert predicted.strategy == "whole"
     assert predicted.compute_seconds > 0

@@ -62,6 +62,9 @@ class Plan:
     predicted_run: RunReport | None = field(default=None, repr=False)
     # What a larger budget would buy; None as above.
     others: OtherBudgets | None = field(default=None, repr=False, compare=False)
+    # Bytes of arrays in host memory that stay on the device between calls: the figures are
+    # those of a call that finds them there.
+    kept_bytes: int = 0
     # Of a piece, what it is: "body", "branch 0", an operation with the user's line.
     name: str = ""
 
@@ -98,6 +101,7 @@ class Plan:
                 "h2d_bytes",
                 "d2h_bytes",
                 "host_bytes",
+                "kept_bytes",
                 "predicted_seconds",
                 "lower_bound_seconds",
                 "strategy",
@@ -143,4 +147,6 @@ class Plan:
             f"time: {self.predicted_seconds:.3f} s predicted,"
             f" at least {self.lower_bound_seconds:.3f} s",
         ]
+        if self.kept_bytes:
+            lines.insert(2, f"kept there between calls: {format_bytes(self.kept_bytes)}")
         return "\n".join(lines)

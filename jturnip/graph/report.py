@@ -39,6 +39,8 @@ class RunReport:
     not_in_order: int = 0
     # When its loop began, by `time.perf_counter`.
     began: float = field(default=0.0, repr=False, compare=False)
+    # Device bytes that stay there until the next call, of arrays in host memory.
+    kept_bytes: int = 0
     # What ran; None for a part of a run, and in the simulator.
     plan: "Plan | None" = field(default=None, repr=False, compare=False)
 

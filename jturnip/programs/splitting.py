@@ -1,7 +1,7 @@
 """A flat function to tasks that fit in a budget, compiled."""
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 from jturnip import compat
 from jturnip.compat import Device
@@ -95,12 +95,10 @@ def split(
     to_host = frozenset(to_host).union(away, at_home(flat, arguments))
     if away:
         graph, buffers = build(flat, groups, arguments, compiled, to_host, accelerator)
-    resident = _resident(flat, graph, buffers, arguments, arena) if repeated else ()
-    return Split(
+    split = Split(
         flat=flat,
         groups=tuple(groups),
-        graph=_with_resident(graph, resident),
-        resident=resident,
+        graph=graph,
         executables=compiled.executables,
         numbers=compiled.numbers,
         compile_report=compiled.report,
@@ -109,6 +107,56 @@ def split(
         reuses=reuses(flat, arguments),
         to_host=to_host,
     )
+    if not repeated:
+        return split
+    return with_resident(split, arena - max(2 * smallest_budget(graph), arena // _SHARE))
+
+
+def with_resident(split: Split, room: int, not_these: Collection[int] = ()) -> Split:
+    """The same with arrays in host memory that are on the device while it runs again and
+    again, since they are the same each time.
+
+    As many bytes as there is room for, spread evenly over the order in which they are first
+    read, so that the link has always something to do; the first is among them, so that
+    nothing waits when a run begins. None that is given up, made for one call, or written
+    over.
+
+    Args:
+      split: without such arrays.
+      room: bytes for them.
+      not_these: positions of arguments that are not the same each time.
+    """
+    graph, sizes = split.graph, [padded(b.nbytes) for b in split.graph.buffers]
+    choice = _same_each_time(split, not_these)
+    total = sum(sizes[b] for b in choice)
+    share = min(1.0, room / total) if total else 0.0
+    chosen: list[BufferId] = []
+    due, taken = 1.0, 0
+    for b in choice:
+        due += share * sizes[b]
+        if taken + sizes[b] <= room and taken < due:
+            chosen.append(b)
+            taken += sizes[b]
+    there = frozenset(chosen)
+    buffers = tuple(
+        dataclasses.replace(b, start=Place.DEVICE, pinned=True) if b.id in there else b
+        for b in graph.buffers
+    )
+    graph = dataclasses.replace(graph, buffers=buffers)
+    return dataclasses.replace(split, graph=graph, resident=tuple(chosen))
+
+
+def _same_each_time(split: Split, not_these: Collection[int]) -> list[BufferId]:
+    """Buffers in host memory that may be, in the order in which they are first read."""
+    flat, graph = split.flat, split.graph
+    held = enumerate(zip(flat.inputs, split.arguments.whose, strict=True))
+    lost = {v for at, (v, w) in held if w.donated or w.ours or at in not_these}
+    lost.update(s.value for s in flat.slices if s.source in lost)
+    lost_buffers = {split.buffers[v] for v in lost if v in split.buffers}
+    lost_buffers.update(b for task in graph.tasks for b in task.overwritten)
+    read = dict.fromkeys(b for task in graph.tasks for b in task.inputs)
+    on_host = [b for b in read if graph.buffers[b].start is Place.HOST]
+    return [b for b in on_host if b not in lost_buffers]
 
 
 def _not_to_be_lost(
@@ -160,47 +208,6 @@ def _least_when_cut(
     finest, _ = build(flat, _finest(flat, partitioner, arguments), arguments)
     workspace = max((padded(t.workspace) for t in graph.tasks), default=0)
     return min(least, _least_bytes(finest, there) + workspace)
-
-
-def _resident(
-    flat: FlatJaxpr,
-    graph: TaskGraph,
-    buffers: Mapping[int, BufferId],
-    arguments: Arguments,
-    arena: int,
-) -> tuple[BufferId, ...]:
-    """Which arrays in host memory are best kept on the device while a plan is repeated.
-
-    As many bytes as leave room for two of the largest tasks, spread evenly over the order
-    in which they are first read, so that the link has always something to do; the first is
-    among them, so that nothing waits when a run begins.
-    """
-    needed = smallest_budget(graph)
-    room = arena - max(2 * needed, arena // _SHARE)
-    given_up = {v for v, w in zip(flat.inputs, arguments.whose, strict=True) if w.donated}
-    given_up.update(s.value for s in flat.slices if s.source in given_up)
-    lost = {buffers[v] for v in given_up}
-    read = dict.fromkeys(b for t in graph.tasks for b in t.inputs)
-    choice = [b for b in read if graph.buffers[b].start is Place.HOST and b not in lost]
-    total = sum(padded(graph.buffers[b].nbytes) for b in choice)
-    share = room / total if total else 0.0
-    chosen: list[BufferId] = []
-    due, taken = 1.0, 0
-    for b in choice:
-        nbytes = padded(graph.buffers[b].nbytes)
-        due += min(share, 1.0) * nbytes
-        if taken + nbytes <= room and taken < due:
-            chosen.append(b)
-            taken += nbytes
-    return tuple(chosen)
-
-
-def _with_resident(graph: TaskGraph, resident: Collection[BufferId]) -> TaskGraph:
-    buffers = tuple(
-        dataclasses.replace(b, start=Place.DEVICE, pinned=True) if b.id in resident else b
-        for b in graph.buffers
-    )
-    return dataclasses.replace(graph, buffers=buffers)
 
 
 def _refuse_early(

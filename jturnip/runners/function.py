@@ -2,12 +2,15 @@
 
 import dataclasses
 import sys
-from collections.abc import Sequence
-from typing import Any, Protocol
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
 
 import jax
 
-from jturnip import compat, memory
+from jturnip import compat, memory, placement
+from jturnip.compat import Device
 from jturnip.graph.plan import Plan
 from jturnip.graph.report import RunReport
 from jturnip.memory import device_bytes
@@ -33,6 +36,11 @@ class Runner(Protocol):
         ...
 
 
+# Makes a piece that keeps arrays in host memory on the device between its calls, but not
+# the arguments at these positions.
+Keeping: TypeAlias = Callable[[frozenset[int]], SplitRunner]
+
+
 class ProgramRunner:
     """A piece with the tree of a function's results around it, in their places."""
 
@@ -43,10 +51,13 @@ class ProgramRunner:
         wanted: Wanted,
         weak: Sequence[bool],
         turn: Turn,
+        device: Device,
         staying: Sequence[int],
         constants: int,
         tried: int,
         in_places: Sequence[Any],
+        on_host: Sequence[int] = (),
+        keeping: Keeping | None = None,
     ):
         """Of a piece.
 
@@ -56,10 +67,14 @@ class ProgramRunner:
           wanted: where results are to lie.
           weak: whether each is weakly typed: what was in numpy's hands no longer is.
           turn: of the function.
+          device: where it runs.
           staying: positions of the arguments that the caller keeps on the device.
           constants: bytes there of closed-over arrays.
           tried: bytes that were there when tasks were tried out.
           in_places: where the user says that each argument is, or None.
+          on_host: positions of the arguments that the caller keeps in host memory.
+          keeping: makes the piece again, to keep other arrays between calls; None where
+            none are kept.
         """
         self.piece = piece
         self.plan = piece.plan
@@ -67,15 +82,23 @@ class ProgramRunner:
         self._wanted = wanted
         self._weak = tuple(weak)
         self._turn = turn
+        self._device = device
         self._staying = tuple(staying)
         self._constants = constants
         self._in_places = tuple(in_places)
         # Counted with the first run, whose call it was that had tasks tried out.
         self._tried = tried
+        self._keeping = keeping
+        # What the last call had at positions whose arguments may be kept; where that was
+        # not what the call before had; and positions whose arguments are not kept any more.
+        self._on_host = tuple(on_host)
+        self._came: dict[int, weakref.ref[Any]] = {}
+        self._changed: set[int] = set()
+        self._not_kept: frozenset[int] = frozenset()
         # What the last call that is known to be over did; of one that may not be, what is
-        # left of it and `_bytes_at_rest`.
+        # left of it and what was beside it.
         self._over: RunReport | None = None
-        self._not_over: tuple[Rest, int] | None = None
+        self._not_over: tuple[Rest, _Beside] | None = None
 
     @property
     def last_run(self) -> RunReport | None:
@@ -83,8 +106,8 @@ class ProgramRunner:
         over, not_over = self._over, self._not_over
         if not_over is None:
             return over
-        rest, at_rest = not_over
-        return self._with(rest.finish(), at_rest) or over
+        rest, beside = not_over
+        return self._with(rest.finish(), beside) or over
 
     def run(self, leaves: Sequence[Any]) -> Any:
         """Runs once."""
@@ -95,17 +118,21 @@ class ProgramRunner:
                 self._turn.alone(self)
                 if any(self._in_places):
                     leaves = list(map(memory.placed, leaves, self._in_places))
+                moved, others = self._hold(leaves)
                 results, rest = self._begin(leaves)
                 results = list(map(compat.weakly_typed, results, self._weak))
                 results = memory.finished(results, self._wanted)
-                at_rest = self._bytes_at_rest(leaves, results)
+                kept = self._turn.kept.nbytes
+                at_rest = self._bytes_at_rest(leaves, results, kept)
+                beside = _Beside(at_rest, moved, kept, others)
                 self._over = (
-                    self._with(self.piece.last_run, at_rest)
+                    self._with(self.piece.last_run, beside)
                     if rest is None
                     else self.last_run  # of the call before, which is over
                 )
-                self._not_over = None if rest is None else (rest, at_rest)
+                self._not_over = None if rest is None else (rest, beside)
         except BaseException as error:
+            self._turn.kept.clear()
             let_go(error, outer)
             raise
         return jax.tree.unflatten(self._out_tree, results)
@@ -118,12 +145,44 @@ class ProgramRunner:
         """The results, and what the turn has to wait for before it is another's."""
         if not isinstance(self.piece, SplitRunner):
             return self.piece.run(leaves), None
-        results, rest = self.piece.begin(leaves)
+        try:
+            results, rest = self.piece.begin(leaves)
+        finally:
+            self.piece.let_go()
         if rest is not None:
             self._turn.left(rest)
         return results, rest
 
-    def _bytes_at_rest(self, leaves: Sequence[Any], results: Sequence[Any]) -> int:
+    def _hold(self, leaves: Sequence[Any]) -> tuple[int, int]:
+        """Puts on the device what stays there between calls, where it is not there yet;
+        the bytes that took, and those of what other calls keep there."""
+        turn = self._turn
+        self._keep_what_comes_again(leaves)
+        turn.kept.make_way(self._device, self.plan.gpu_bytes)
+        arena = placement.arena_bytes(self.plan.gpu_bytes, self._device.platform)
+        room = arena - self.plan.peak_bytes
+        if isinstance(self.piece, SplitRunner):
+            return self.piece.hold(leaves, turn.kept, room)
+        turn.kept.keep_only((), room)
+        return 0, turn.kept.nbytes
+
+    def _keep_what_comes_again(self, leaves: Sequence[Any]) -> None:
+        """Keeps others where an argument that is kept has not been the last call's twice
+        in a row."""
+        if not isinstance(self.piece, SplitRunner) or self._keeping is None:
+            return
+        came = self._came
+        changed = {i for i, ref in came.items() if ref() is not leaves[i]}
+        not_kept = self._not_kept | (changed & self._changed)
+        if not self.piece.resident_arguments.isdisjoint(not_kept):
+            self.piece = self._keeping(not_kept)
+            self.plan = self.piece.plan
+        self._changed, self._not_kept = changed, not_kept
+        self._came = {i: weakref.ref(leaves[i]) for i in self._on_host}
+
+    def _bytes_at_rest(
+        self, leaves: Sequence[Any], results: Sequence[Any], kept: int
+    ) -> int:
         """What was on the device before and after the run: when tasks were tried out, and
         when results had been brought where they are wanted."""
         wanted, tried = self._wanted, self._tried
@@ -131,14 +190,29 @@ class ProgramRunner:
         if wanted.is_nothing and not wanted.back and not tried:
             return 0
         there = device_bytes([*(leaves[i] for i in self._staying), *results])
-        return max(there + self._constants, tried)
+        return max(there + self._constants + kept, tried)
 
-    def _with(self, report: RunReport | None, at_rest: int) -> RunReport | None:
+    def _with(self, report: RunReport | None, beside: "_Beside") -> RunReport | None:
         if report is None:
             return None
+        back = self._wanted.back_bytes if beside.at_rest else 0
         return dataclasses.replace(
             report,
-            h2d_bytes=report.h2d_bytes + (self._wanted.back_bytes if at_rest else 0),
-            peak_bytes=max(report.peak_bytes, at_rest),
+            h2d_bytes=report.h2d_bytes + back + beside.moved,
+            peak_bytes=max(report.peak_bytes + beside.others, beside.at_rest),
+            kept_bytes=beside.kept,
             plan=self.plan,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Beside:
+    """What a call did beside the run of its program, in bytes."""
+
+    # On the device before and after the run.
+    at_rest: int
+    # Moved to the device to be kept there.
+    moved: int
+    # Kept in all, and what of that is other calls'.
+    kept: int
+    others: int

@@ -16,6 +16,7 @@ from jturnip.memory import device_bytes
 from jturnip.programs.records import Chain, Choice, Loop, Program, Rows, Stage, Straight
 from jturnip.runners.tasks import SplitRunner
 from jturnip.runtime import hoststacks
+from jturnip.runtime.kept import Kept
 from jturnip.runtime.link import SimulatedLink
 from jturnip.runtime.report import Gathered
 
@@ -97,7 +98,7 @@ class LoopRunner:
         first_of_body = self._condition.plan.op_count
         try:
             if isinstance(body, SplitRunner) and bool(np.asarray(goes_on)):
-                body.hold([*constants, *carried])
+                body.hold([*constants, *carried], Kept())
                 resident = body.resident_bytes
             while bool(np.asarray(goes_on)):
                 arguments = [*constants, *carried]

@@ -8,6 +8,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import jax
@@ -36,6 +37,7 @@ from jturnip.runtime.engines import (
     return_marks,
 )
 from jturnip.runtime.hoststacks import Assembled, Assembly, parts_of
+from jturnip.runtime.kept import Kept, Source
 from jturnip.runtime.link import SimulatedLink
 from jturnip.runtime.loop import Running
 
@@ -88,22 +90,44 @@ class SplitRunner:
         self._ends_in_python = (
             link is not None or bool(self._assembled) or _ends_in_python(split, memgraph)
         )
-        # Instances that are put on the device for many runs; their arrays, while they are.
-        self._resident = tuple(start[b] for b in split.resident)
+        # Instances that are put on the device for many runs, and what they are copies of;
+        # their arrays, for the runs to come.
+        self._resident = _residents(split, start, self._closed_over)
         self._held: dict[int, Any] = {}
         self.resident_bytes = straight.resident_bytes
+        # Positions of the arguments among them.
+        self.resident_arguments = frozenset(
+            r.argument for r in self._resident if r.argument is not None
+        )
 
-    def hold(self, leaves: Sequence[Any]) -> None:
+    def hold(self, leaves: Sequence[Any], kept: Kept, room: int = 0) -> tuple[int, int]:
         """Puts on the device what the plan takes to be there, for runs with the same
-        arrays in host memory, until `let_go`."""
-        if not self._resident:
-            return
-        arrays: list[Any] = [None] * len(self._program.memgraph.instances)
-        self._place(leaves, arrays)
-        device = self._program.device_sharding
-        with jax.transfer_guard("allow"):
-            held = {i: memory.transferred(arrays[i], device) for i in self._resident}
-        self._held = jax.block_until_ready(held)
+        arrays in host memory, until `let_go`. The copies may not be there yet: tasks wait.
+
+        Args:
+          leaves: the flat arguments.
+          kept: what is there already, and stays.
+          room: bytes for what else is kept there.
+
+        Returns:
+          Bytes that had to be moved; and of what else is kept, the bytes that stay.
+        """
+        sources = {r.instance: r.source(leaves) for r in self._resident}
+        kept.keep_only(sources.values(), room)
+        held = {i: kept.copy_of(source) for i, source in sources.items()}
+        missing = [i for i, copy in held.items() if copy is None]
+        moved = 0
+        if missing:
+            arrays: list[Any] = [None] * len(self._program.memgraph.instances)
+            self._place(leaves, arrays)
+            with jax.transfer_guard("allow"):
+                for i in missing:
+                    copy = memory.transferred(arrays[i], self._program.device_sharding)
+                    kept.keep(sources[i], copy)
+                    held[i] = copy
+                    moved += arrays[i].nbytes
+        self._held = held
+        return moved, kept.nbytes_beside(sources.values())
 
     def let_go(self) -> None:
         """Lets go of what `hold` put on the device."""
@@ -313,6 +337,42 @@ def _blame(
 ) -> FloatingPointError:
     group = split.groups[task]
     return nans.blame(split.flat, group.equations, group.inputs, operands, kinds)
+
+
+@dataclass(frozen=True, slots=True)
+class _Resident:
+    """An instance that is put on the device for many runs."""
+
+    instance: int
+    # Whose copy it is: an argument's, by its position, or else a closed-over array's; and
+    # which part of it, None for all.
+    argument: int | None
+    closed_over: memory.ClosedOver | None
+    window: Window | None
+
+    def source(self, leaves: Sequence[Any]) -> Source:
+        if self.argument is not None:
+            return leaves[self.argument], self.window
+        assert self.closed_over is not None
+        return self.closed_over.array, self.window
+
+
+def _residents(
+    split: Split, start: dict[int, int], closed_over: Sequence[tuple[int, Any]]
+) -> tuple[_Resident, ...]:
+    flat, buffers = split.flat, split.buffers
+    whole: dict[int, tuple[int | None, memory.ClosedOver | None]] = {
+        v: (at, None) for at, v in enumerate(flat.inputs)
+    }
+    for (v, _), (_, array) in zip(flat.constants, closed_over, strict=True):
+        whole[v] = None, array
+    parts = {cut.value: (cut.source, cut.window) for cut in flat.slices}
+    value_of = {buffers[v]: v for v in (*whole, *parts)}
+    found = []
+    for b in split.resident:
+        source, window = parts.get(value_of[b], (value_of[b], None))
+        found.append(_Resident(start[b], *whole[source], window))
+    return tuple(found)
 
 
 class Origin(enum.Enum):

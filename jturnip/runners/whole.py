@@ -49,7 +49,13 @@ class WholeRunner:
         self._is_plain = wanted.is_nothing and not self._copies
         device = arguments.device
         self._device = placement.sharding(device, on_host=False)
+        self._device_itself = device
         self._moves = moves
+        self._kept = frozenset(moves.kept)
+        self._room = plan.gpu_bytes - plan.peak_bytes
+        # Bytes that the last call moved to the device, and that stay there; and of what
+        # other calls keep there, what stayed meanwhile.
+        self._h2d_bytes = self._kept_bytes = self._beside_bytes = 0
         self._has_effects = flat is None or any(e.effects for e in flat.equations)
         self._names = arguments.names
         self._given_up = frozenset(
@@ -61,8 +67,16 @@ class WholeRunner:
         if self._seconds is None:
             return None
         plan = self.plan
-        moved = plan.h2d_bytes, plan.d2h_bytes
-        return RunReport("whole", self._seconds, 0.0, *moved, plan.peak_bytes, plan=plan)
+        return RunReport(
+            "whole",
+            self._seconds,
+            0.0,
+            self._h2d_bytes,
+            plan.d2h_bytes,
+            plan.peak_bytes + self._beside_bytes,
+            kept_bytes=self._kept_bytes,
+            plan=plan,
+        )
 
     def run(self, leaves: Sequence[Any]) -> Any:
         began, outer = time.perf_counter(), sys.exc_info()[1]
@@ -71,12 +85,13 @@ class WholeRunner:
                 compat.forget_failed_tokens()
             if self._is_plain:
                 args, kwargs = jax.tree.unflatten(self._tree, leaves)
-                self._turn.leave()
+                self._turn.leave(room=self._room)
                 results = self.whole(*args, **kwargs)
                 self._turn.dispatched(results)
             else:
                 results = self._run_with_moves(leaves)
         except Exception as error:
+            self._turn.kept.clear()
             let_go(error, outer)
             if compat.is_nan_error(error) and self._flat is not None:
                 raise self._blame(leaves) from None
@@ -100,41 +115,68 @@ class WholeRunner:
         plan, turn, moves = self.plan, self._turn, self._moves
         turn.check()
         with turn.lock:
-            turn.leave()
-            turn.make_room(plan.gpu_bytes - plan.peak_bytes)
             placed = list(map(memory.placed, leaves, self._in_places))
-            for i in moves.arguments:
-                placed[i] = memory.moved(placed[i], on_host=False)
+            moved = self._move(placed)
             args, kwargs = jax.tree.unflatten(self._tree, placed)
             placed.clear()
             results, tree = jax.tree.flatten(self.whole(*args, **kwargs))
             del args, kwargs
-            if self._copies and results:
+            if (moved or any(self._in_places)) and results:
                 turn.copied(plan.peak_bytes, min(results, key=lambda r: r.nbytes))
             turn.dispatched(results)
             for i in moves.results:
                 results[i] = memory.moved(results[i], on_host=True)
             results = memory.finished(results, self._wanted)
+            self._h2d_bytes, self._kept_bytes = moved, turn.kept.nbytes
         for i in self._given_up:
             leaves[i].delete()
         return jax.tree.unflatten(tree, results)
 
+    def _move(self, placed: list[Any]) -> int:
+        """Puts arguments on the device, in their places in a list, or finds them there from
+        a call before; the bytes that took."""
+        turn, kept, moved = self._turn, self._turn.kept, 0
+        sources = {i: (placed[i], None) for i in self._kept}
+        kept.make_way(self._device_itself, self.plan.gpu_bytes)
+        turn.leave(sources.values(), self._room)
+        self._beside_bytes = kept.nbytes_beside(sources.values())
+        copies = {i: kept.copy_of(source) for i, source in sources.items()}
+        all_there = all(copies.get(i) is not None for i in self._moves.arguments)
+        if not all_there or any(self._in_places):
+            turn.make_room(self._room - self._beside_bytes)
+        for i in self._moves.arguments:
+            copy = copies.get(i)
+            if copy is None:
+                copy = memory.moved(placed[i], on_host=False)
+                moved += copy.nbytes
+                if i in sources:
+                    kept.keep(sources[i], copy)
+            placed[i] = copy
+        return moved
+
 
 @dataclass(frozen=True)
 class Moves:
-    """What a call of a whole function moves: positions of arguments and results."""
+    """What a call of a whole function moves: positions of arguments and results.
+
+    `h2d_bytes` are those of a call that finds on the device what is kept between calls.
+    """
 
     arguments: tuple[int, ...]
     results: tuple[int, ...]
     h2d_bytes: int
     d2h_bytes: int
+    # Arguments that stay on the device between calls.
+    kept: tuple[int, ...] = ()
+    kept_bytes: int = 0
 
 
 def moves_of(
-    arguments: Arguments, traced: Any, wanted: Wanted, pruned: Collection[int]
+    arguments: Arguments, traced: Any, wanted: Wanted, pruned: Collection[int], keeps: bool
 ) -> Moves:
-    """Host arguments go to the device, but those that XLA prunes; results that re-use
-    donated ones come back, unless they are wanted elsewhere."""
+    """Host arguments go to the device, but those that XLA prunes; those that are not given
+    up stay there if `keeps`. Results that re-use donated ones come back, unless they are
+    wanted elsewhere."""
     types, results = (
         [Type.of(a) for a in jax.tree.leaves(infos)]
         for infos in (traced.args_info, traced.out_info)
@@ -154,11 +196,15 @@ def moves_of(
             - wanted.places(on_host=False)
         )
     )
+    kept = tuple(i for i in inward if keeps and arguments.whose[i] is Whose.CALLER_HOST)
+    kept_bytes = sum(types[i].nbytes for i in kept)
     return Moves(
         inward,
         outward,
-        sum(types[i].nbytes for i in inward),
+        sum(types[i].nbytes for i in inward) - kept_bytes,
         sum(results[i].nbytes for i in outward),
+        kept,
+        kept_bytes,
     )
 
 
@@ -174,4 +220,5 @@ def whole_plan(nbytes: int, moves: Moves, gpu_bytes: int) -> Plan:
         strategy="whole",
         taskgraph=TaskGraph((), (), ()),
         memgraph=MemGraph(gpu_bytes, (), (), (), ()),
+        kept_bytes=moves.kept_bytes,
     )

@@ -8,7 +8,7 @@ wait until there is room; others go ahead as under `jax.jit`, whatever else is g
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, Protocol
 
 import jax
@@ -17,6 +17,7 @@ from jturnip import compat, memory
 from jturnip.errors import UnsupportedError
 from jturnip.placement import is_on_host
 from jturnip.runtime import waiters
+from jturnip.runtime.kept import Kept, Source
 
 
 class Owner(Protocol):
@@ -50,6 +51,8 @@ class Turn:
         self._under_way: list[tuple[int, list[Any]]] = []
         # The last plain call's first result in each thread.
         self._last: dict[int, weakref.ref[Any]] = {}
+        # What stays on the device between calls.
+        self.kept = Kept()
         # Residuals of transformed calls, on the device.
         self._residuals: list[weakref.ref[Any]] = []
 
@@ -66,8 +69,11 @@ class Turn:
         self.lock.release()
 
     def alone(self, owner: Owner | None) -> None:
-        """Waits until nothing else of the function is on the device."""
+        """Waits until nothing else of the function is on the device; what is kept there is
+        the owner's matter."""
         self._change_owner(owner)
+        if owner is None:
+            self.kept.clear()
         self.make_room(0)
         while self._last:
             _, last = self._last.popitem()
@@ -96,11 +102,15 @@ class Turn:
         self._under_way.append((nbytes, cell))
         waiters.submit(waiters.Job([result], lambda error, ready: cell.clear()))
 
-    def leave(self) -> None:
-        """Lets what is kept on the device between runs leave, if nothing runs."""
-        if self._owner is not None and self.lock.acquire(blocking=False):
+    def leave(self, sources: Collection[Source] = (), room: int = 0) -> None:
+        """Lets what is kept on the device between runs leave, if nothing runs: but copies
+        of `sources`, and of others if these take no more than `room` bytes."""
+        if self._owner is None and not self.kept:
+            return
+        if self.lock.acquire(blocking=False):
             try:
                 self._change_owner(None)
+                self.kept.keep_only(sources, room)
             finally:
                 self.lock.release()
 

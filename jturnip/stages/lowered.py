@@ -23,7 +23,7 @@ from jturnip.frontend.values import FlatJaxpr, Type
 from jturnip.graph.plan import Plan
 from jturnip.hardware import Accelerator, HostLink, accelerator, host_link
 from jturnip.placement import Arguments, Budget, Returned, Wanted, Whose
-from jturnip.programs import bounds, places
+from jturnip.programs import bounds, make, places
 from jturnip.programs.bounds import least_whole_bytes, whole_bytes
 from jturnip.programs.devices import link_of, rates
 from jturnip.programs.make import make_program, remeasured
@@ -96,6 +96,8 @@ class Lowered:
         )
         # Whether every equation is to be a task of its own, for study.
         self._finest = False
+        # Whether the user says how much memory is the function's.
+        self._has_own_budget = options.gpu_bytes is not None
         # What it is planned for, where it is to be predicted and not to be run.
         self._accelerator: Accelerator | None = None
         self._link: SimulatedLink | Link | None = options.link
@@ -269,7 +271,7 @@ class Lowered:
         try:
             other = self._with_options(options, self._in_any_budget)
             kept.append(other)
-            _ = other.plan
+            _ = other._whole is not None or other._program
         except DoesNotFit as refusal:
             return refusal.with_traceback(None)
         return None
@@ -279,13 +281,13 @@ class Lowered:
         with self._lock:
             if self._whole is not None:
                 return self._whole_plan[1]
-            return self._program.plan
+            return self._with_kept(self._program).plan
 
     @functools.cached_property
     def _whole_plan(self) -> tuple[Moves, Plan]:
         """What a whole call moves, and its figures."""
         pruned = () if self._options.keep_unused else self._pruned
-        moves = moves_of(self._arguments, self._traced, self._wanted, pruned)
+        moves = moves_of(self._arguments, self._traced, self._wanted, pruned, self._keeps)
         return moves, whole_plan(self._compiled_whole[1], moves, self.gpu_bytes)
 
     @functools.cached_property
@@ -428,6 +430,17 @@ class Lowered:
             accelerator=self._accelerator,
         )
 
+    @property
+    def _keeps(self) -> bool:
+        """Whether arrays in host memory may stay on the device between calls."""
+        return self._has_own_budget and self._options.part is None and not self._finest
+
+    def _with_kept(self, program: Program) -> Program:
+        """The program of a call after others with the same arrays in host memory."""
+        if not self._keeps:
+            return program
+        return make.keeping(program, self.gpu_bytes, self._how(None))
+
     def _trials(self) -> Trials:
         """What trying tasks out may take while nothing of the function runs.
 
@@ -479,9 +492,14 @@ class Lowered:
                 )
             else:
                 trials = self._trials()
-                program = self._measured_program(trials)
+                program = once = self._measured_program(trials)
+                how, link = self._how(None), self._options.link
+                keeping = None
+                if self._keeps:
+                    program = self._with_kept(once)
+                    keeping = functools.partial(_again, once, self.gpu_bytes, how, link)
                 self._warn_of_useless_donations()
-                piece = make_piece(program, self._options.link)
+                piece = make_piece(program, link)
                 back = self._coming_back(program)
                 wanted = dataclasses.replace(
                     self._wanted,
@@ -495,10 +513,13 @@ class Lowered:
                     wanted,
                     [t.weak_type for t in self._result_types],
                     self._turn,
+                    self._arguments.device,
                     self._arguments_there((Whose.CALLER_DEVICE,)),
                     sum(program.constants.values()) + placement.MARKS,
                     trials.peak_bytes,
                     self._in_places,
+                    self._arguments_there((Whose.CALLER_HOST,)),
+                    keeping,
                 )
             report = self._compile_report(program)
         return Compiled(
@@ -553,7 +574,7 @@ class Lowered:
                 program = made._measured_program(made._trials())
             else:
                 program = made._make_program(used=self._of_prediction)
-            return prediction.of_split(program.plan, *names)
+            return prediction.of_split(made._with_kept(program).plan, *names)
 
     def _elsewhere(self, on: Accelerator | None, over: HostLink | None) -> "Lowered":
         """The same function on an accelerator, over a link; None for what it has here."""
@@ -575,6 +596,7 @@ class Lowered:
                 over.h2d_bytes_per_second, over.d2h_bytes_per_second, over.latency_seconds
             )
         made._finest = self._finest
+        made._has_own_budget = self._has_own_budget
         if made.gpu_bytes == self.gpu_bytes and self._whole is not None:
             made._compiled_whole, made._whole_report = (
                 self._compiled_whole,
@@ -658,6 +680,17 @@ class Lowered:
             assert whole is not None
             return whole
         return program.report if whole is None else program.report.after(whole)
+
+
+def _again(
+    program: Program,
+    gpu_bytes: int,
+    how: How,
+    link: SimulatedLink | None,
+    not_kept: frozenset[int],
+) -> Any:
+    """What runs a program that keeps some arguments between calls, but not these."""
+    return make_piece(make.keeping(program, gpu_bytes, how, not_kept), link)
 
 
 def _forwardable(arguments: Arguments) -> frozenset[int]:

@@ -19,8 +19,8 @@ from jturnip.units import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What one call would take. Of a plan in pieces, each piece is counted once: nobody
-    knows how often a loop turns."""
+    """What one call would take, after others with the same arrays in host memory. Of a plan
+    in pieces, each piece is counted once: nobody knows how often a loop turns."""
 
     # From the first transfer or task to the last.
     seconds: float
@@ -38,6 +38,8 @@ class Prediction:
     # The most device bytes in use at any moment, and the budget.
     peak_bytes: int
     gpu_bytes: int
+    # Of these, what stays on the device between calls: the first call moves it there.
+    kept_bytes: int
     strategy: str
     # What it is for, by name.
     device: str
@@ -52,7 +54,8 @@ class Prediction:
             f" transfers; compute {self.compute_seconds:.3g} s;"
             f" at least {self.lower_bound_seconds:.3g} s",
             f"device: peak {format_bytes(self.peak_bytes)}"
-            f" of {format_bytes(self.gpu_bytes)}",
+            f" of {format_bytes(self.gpu_bytes)}"
+            f"; {format_bytes(self.kept_bytes)} kept between calls",
             f"link: {format_bytes(self.h2d_bytes)} to the device,"
             f" {format_bytes(self.d2h_bytes)} to the host;"
             f" host copies take {format_bytes(self.host_bytes)}",
@@ -114,6 +117,7 @@ def _of(plan: Plan, stall: float, compute: float, device: str, link: str) -> Pre
         host_bytes=plan.host_bytes,
         peak_bytes=plan.peak_bytes,
         gpu_bytes=plan.gpu_bytes,
+        kept_bytes=plan.kept_bytes,
         strategy=plan.strategy,
         device=device,
         link=link,

@@ -1,0 +1,90 @@
+"""What stays on the device between the calls of one function: copies of arrays that it was
+given in host memory, and that are likely to come again, as weights do.
+
+An array of JAX's never changes, so its copy is good for as long as the same object comes.
+When that is gone, so is its copy.
+"""
+
+import weakref
+from collections.abc import Collection, Hashable
+from typing import Any, TypeAlias
+
+import jax
+
+from jturnip import memory, placement
+from jturnip.compat import Device
+
+
+# An array and which part of it; None for all.
+Source: TypeAlias = tuple[Any, Hashable]
+
+
+class Kept:
+    """Copies by their sources. Thread-safe: a copy that is taken lives while it is used."""
+
+    def __init__(self) -> None:
+        # By the id of the source, which is alive while there is an entry, and the part.
+        self._copies: dict[tuple[int, Hashable], tuple[weakref.ref[Any], jax.Array]] = {}
+        _all.add(self)
+
+    def __bool__(self) -> bool:
+        """Whether anything is kept."""
+        return bool(self._copies)
+
+    @property
+    def nbytes(self) -> int:
+        """Device bytes of all copies."""
+        return memory.device_bytes(copy for _, copy in list(self._copies.values()))
+
+    def nbytes_beside(self, sources: Collection[Source]) -> int:
+        """Device bytes of all copies but those of some sources."""
+        mine = {(id(array), part) for array, part in sources}
+        copies = list(self._copies.items())
+        return memory.device_bytes(copy for key, (_, copy) in copies if key not in mine)
+
+    def copy_of(self, source: Source) -> jax.Array | None:
+        """The copy, if it is there."""
+        array, part = source
+        entry = self._copies.get((id(array), part))
+        return entry[1] if entry is not None and entry[0]() is array else None
+
+    def keep(self, source: Source, copy: jax.Array) -> None:
+        """Keeps a copy while its source lives."""
+        array, part = source
+        key, weak_self = (id(array), part), weakref.ref(self)
+
+        def gone(ref: weakref.ref[Any]) -> None:
+            kept = weak_self()
+            if kept is not None and kept._copies.get(key, (None,))[0] is ref:
+                kept._copies.pop(key, None)
+
+        self._copies[key] = weakref.ref(array, gone), copy
+
+    def keep_only(self, sources: Collection[Source], room: int = 0) -> None:
+        """Lets go of all others, unless these take no more than `room` bytes."""
+        if not self._copies:
+            return
+        wanted = {(id(array), part) for array, part in sources}
+        others = [key for key in list(self._copies) if key not in wanted]
+        entries = [self._copies.get(key) for key in others]
+        if memory.device_bytes(entry[1] for entry in entries if entry) > room:
+            for key in others:
+                self._copies.pop(key, None)
+
+    def clear(self) -> None:
+        """Lets go of all."""
+        self._copies.clear()
+
+    def make_way(self, device: Device, nbytes: int) -> None:
+        """Before a call of the function that may take `nbytes` in all: where the device has
+        not so much left, other functions let go of what they keep."""
+        if not any(kept for kept in list(_all) if kept is not self):
+            return
+        left = placement.unused_device_bytes(device)
+        if left is not None and left + self.nbytes < nbytes:
+            for kept in list(_all):
+                if kept is not self:
+                    kept.clear()
+
+
+_all: "weakref.WeakSet[Kept]" = weakref.WeakSet()

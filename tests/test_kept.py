@@ -1,0 +1,348 @@
+"""What stays on the device between calls, and what makes it leave."""
+
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import assert_same, collected
+from watch import Watch
+
+import jturnip
+from jturnip import memory, placement
+from jturnip.runtime.kept import Kept
+
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+WIDTH, LAYERS = 128, 8
+WEIGHT = WIDTH * WIDTH * 4
+ALL = LAYERS * WEIGHT
+HALF = (ALL + 6 * WEIGHT) // 2
+
+
+def layers(weights: list[Any], x: Any) -> Any:
+    for weight in weights:
+        x = jnp.tanh(x @ weight)
+    return x
+
+
+def new_weights(seed: int = 0) -> list[jax.Array]:
+    rng = np.random.default_rng(seed)
+    one = lambda: rng.standard_normal((WIDTH, WIDTH)).astype(np.float32) / WIDTH**0.5
+    return [jturnip.host(one()) for _ in range(LAYERS)]
+
+
+X = np.linspace(-1, 1, 8 * WIDTH, dtype=np.float32).reshape(8, WIDTH)
+
+
+def expected(weights: list[Any], x: Any = X) -> Any:
+    return jax.jit(layers)([np.asarray(w) for w in weights], x)
+
+
+@pytest.fixture
+def device() -> Any:
+    return jax.devices("cpu")[0]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_else() -> Iterator[None]:
+    collected()
+    yield
+    collected()
+
+
+# --- The store.
+
+
+def a_pair() -> tuple[jax.Array, jax.Array]:
+    source = new_weights()[0]
+    return source, memory.moved(source, on_host=False)
+
+
+def test_a_copy_is_found_by_its_source_and_part():
+    kept, (source, copy), (other, _) = Kept(), a_pair(), a_pair()
+    kept.keep((source, None), copy)
+    assert kept.copy_of((source, None)) is copy
+    assert kept.copy_of((source, "a part")) is None
+    assert kept.copy_of((other, None)) is None
+    assert kept.nbytes == WEIGHT
+
+
+def test_a_copy_goes_with_its_source():
+    kept, (source, copy) = Kept(), a_pair()
+    kept.keep((source, None), copy)
+    ref = weakref.ref(copy)
+    del copy, source
+    assert not kept
+    assert ref() is None
+
+
+def test_copies_go_with_the_store():
+    kept, (source, copy) = Kept(), a_pair()
+    kept.keep((source, None), copy)
+    ref = weakref.ref(copy)
+    gc.disable()
+    try:
+        del copy, kept
+        assert ref() is None
+    finally:
+        gc.enable()
+
+
+def test_a_new_copy_does_not_go_with_an_old_source():
+    kept, (source, copy) = Kept(), a_pair()
+    kept.keep((source, None), copy)
+    kept.keep((source, None), again := memory.moved(source, on_host=False))
+    assert kept.copy_of((source, None)) is again
+
+
+def test_others_stay_where_there_is_room():
+    kept = Kept()
+    (one, one_copy), (two, two_copy) = a_pair(), a_pair()
+    kept.keep((one, None), one_copy)
+    kept.keep((two, None), two_copy)
+    kept.keep_only([(one, None)], room=WEIGHT)
+    assert kept.nbytes == 2 * WEIGHT
+    kept.keep_only([(one, None)], room=WEIGHT - 1)
+    assert kept.copy_of((one, None)) is one_copy
+    assert kept.copy_of((two, None)) is None
+
+
+def test_a_function_that_needs_the_memory_has_others_give_it_back(
+    device: Any, monkeypatch: pytest.MonkeyPatch
+):
+    mine, theirs, (source, copy) = Kept(), Kept(), a_pair()
+    for kept in (mine, theirs):
+        kept.keep((source, None), copy)
+    mine.make_way(device, 1 << 40)  # the CPU backend tells nothing
+    assert theirs
+    monkeypatch.setattr(placement, "unused_device_bytes", lambda device: 10 * WEIGHT)
+    mine.make_way(device, 11 * WEIGHT)  # what is kept for it counts
+    assert theirs
+    mine.make_way(device, 11 * WEIGHT + 1)
+    assert not theirs
+    assert mine
+
+
+# --- Calls.
+
+
+def test_from_the_second_call_on_only_what_cannot_stay_is_moved():
+    weights = new_weights()
+    f = jturnip.jit(layers, HALF)
+    moved = []
+    with Watch(weights) as watch:
+        for _ in range(3):
+            assert_same(f(weights, X), expected(weights))
+            moved.append(f.last_run.h2d_bytes)
+            assert f.last_run.peak_bytes <= HALF
+    report = f.last_run
+    assert report.kept_bytes == report.plan.kept_bytes >= WEIGHT
+    assert moved == [ALL, ALL - report.kept_bytes, ALL - report.kept_bytes]
+    assert moved[1] == report.plan.h2d_bytes
+    # All that there is room for beside two weights and what is computed.
+    assert report.kept_bytes > HALF - 5 * WEIGHT
+    # What `expected` makes is not the function's.
+    assert watch.peak_bytes <= HALF + ALL + WEIGHT
+    assert "kept there between calls" in report.plan.summary()
+
+
+def test_a_function_that_fits_finds_its_weights():
+    weights = new_weights()
+    f = jturnip.jit(layers, 4 * ALL)
+    for moved in (ALL, 0, 0):
+        assert_same(f(weights, X), expected(weights))
+        assert f.last_run.strategy == "whole"
+        assert f.last_run.h2d_bytes == moved
+        assert f.last_run.kept_bytes == ALL
+    weights[3] = new_weights(1)[3]
+    assert_same(f(weights, X), expected(weights))
+    assert f.last_run.h2d_bytes == WEIGHT
+    assert f.last_run.kept_bytes == ALL  # the old one is gone
+
+
+@pytest.mark.parametrize("gpu_bytes", [HALF, 4 * ALL])
+def test_other_weights_are_other_weights(gpu_bytes: int):
+    one, other = new_weights(1), new_weights(2)
+    f = jturnip.jit(layers, gpu_bytes)
+    for weights in (one, one, other, other, one, [*one[:4], *other[4:]], other):
+        with Watch(one, other):
+            assert_same(f(weights, X), expected(weights))
+        assert f.last_run.peak_bytes <= gpu_bytes
+        # Those of others stay too, where there is room.
+        assert f.last_run.kept_bytes <= 2 * ALL
+
+
+def test_what_is_never_the_same_is_not_kept():
+    weights = new_weights()
+    f = jturnip.jit(layers, HALF)
+    fresh: list[Any] = list(weights)
+    f(fresh, X)
+    for seed in range(4):
+        fresh[0] = jturnip.host(np.asarray(weights[0]) * (2 + seed))
+        assert_same(f(fresh, X), expected(fresh))
+    # It is moved by the plan, and others stay in its stead.
+    assert f.last_run.h2d_bytes == f.last_run.plan.h2d_bytes
+    assert f.last_run.kept_bytes == f.last_run.plan.kept_bytes > 0
+    before = f.last_run.h2d_bytes
+    f(fresh, X)
+    assert f.last_run.h2d_bytes == before
+
+
+def test_numpy_may_change_between_calls():
+    weights: list[Any] = [np.array(w) for w in new_weights()]
+    for gpu_bytes in (HALF, 4 * ALL):
+        f = jturnip.jit(layers, gpu_bytes)
+        for k in range(3):
+            weights[2][:] = k / WIDTH
+            assert_same(f(weights, X), expected(weights))
+        assert f.last_run.kept_bytes == 0
+
+
+def test_nothing_is_kept_without_a_budget_of_its_own():
+    weights = new_weights()
+    f = jturnip.jit(layers)
+    for _ in range(2):
+        assert_same(f(weights, X), expected(weights))
+        assert f.last_run.kept_bytes == 0
+
+
+def update(state: list[Any], x: Any) -> Any:
+    return [s * 0.5 + jnp.mean(x) for s in state], jnp.sum(x)
+
+
+def test_what_is_given_up_is_not_kept():
+    state = new_weights()
+    want = [np.asarray(s) for s in state]
+    f = jturnip.jit(update, ALL // 2, donate_argnums=0)
+    for _ in range(3):
+        want = jax.jit(update)(want, X)[0]
+        state, _ = f(state, X)
+        assert_same(state, want)
+        assert f.last_run.kept_bytes == 0
+
+
+def test_closed_over_weights_are_kept():
+    weights = new_weights()
+    f = jturnip.jit(lambda x: layers(weights, x), HALF)
+    for _ in range(3):
+        assert_same(f(X), expected(weights))
+    assert f.last_run.kept_bytes > 0
+    assert f.last_run.h2d_bytes == ALL - f.last_run.kept_bytes
+
+
+def scanned(stack: Any, x: Any) -> Any:
+    return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, stack)[0]
+
+
+def test_parts_of_a_stack_are_kept():
+    stack = jturnip.host(np.stack([np.asarray(w) for w in new_weights()]))
+    f = jturnip.jit(scanned, HALF)
+    for _ in range(3):
+        assert_same(f(stack, X), jax.jit(scanned)(np.asarray(stack), X))
+        assert f.last_run.peak_bytes <= HALF
+    assert f.last_run.kept_bytes > 0
+    assert f.last_run.h2d_bytes == ALL - f.last_run.kept_bytes
+
+
+# --- Who lets go.
+
+
+def bytes_there() -> int:
+    collected()
+    alive = [a for a in jax.live_arrays() if not a.is_deleted()]
+    return memory.device_bytes(alive)
+
+
+@pytest.mark.parametrize("gpu_bytes", [HALF, 4 * ALL])
+def test_it_is_given_back(gpu_bytes: int):
+    weights = new_weights()
+    before = bytes_there()
+    f = jturnip.jit(layers, gpu_bytes)
+    f(weights, X)
+    kept = f.last_run.kept_bytes
+    few = WEIGHT // 4  # of marks
+    assert kept <= bytes_there() - before <= kept + few
+    f.clear_cache()
+    assert bytes_there() - before <= few
+    f(weights, X)
+    assert bytes_there() - before >= kept
+    weights.clear()
+    assert bytes_there() - before <= few
+    weights += new_weights()
+    f(weights, X)
+    assert bytes_there() - before >= kept
+    del f
+    assert bytes_there() - before <= few
+
+
+def test_another_signature_has_the_budget_to_itself():
+    weights, wide = new_weights(), np.tile(X, (40, 1))
+    f = jturnip.jit(layers, HALF)
+    for x in (X, wide, X, X, wide, wide):
+        with Watch(weights):
+            assert_same(f(weights, x), expected(weights, x))
+        assert f.last_run.peak_bytes <= HALF
+
+
+def test_a_result_passed_again_finds_room():
+    weights = new_weights()
+    f = jturnip.jit(layers, HALF)
+    x, want = X, X
+    for _ in range(4):
+        x, want = f(weights, x), expected(weights, want)
+        assert_same(x, want)
+        assert f.last_run.peak_bytes <= HALF
+
+
+def test_after_an_error_nothing_is_kept():
+    weights, fails = new_weights(), [False]
+
+    def check(x: Any) -> Any:
+        if fails[0]:
+            raise ValueError("as the test wants it")
+        return x
+
+    def called(weights: list[Any], x: Any) -> Any:
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return layers(weights[4:], jax.pure_callback(check, shape, layers(weights[:4], x)))
+
+    f = jturnip.jit(called, HALF)
+    f(weights, X)
+    assert f._turn.kept
+    fails[0] = True
+    with pytest.raises(Exception, match="as the test wants it"):
+        jax.block_until_ready(f(weights, X))
+    assert not f._turn.kept
+    fails[0] = False
+    assert_same(f(weights, X), expected(weights))
+
+
+def test_a_gradient_has_what_is_kept_leave():
+    weights = new_weights()
+    loss = lambda weights, x: jnp.sum(layers(weights, x))
+    budget = 2 * HALF
+    f = jturnip.jit(loss, budget)
+    want = jax.grad(loss)([np.asarray(w) for w in weights], X)
+    for _ in range(2):
+        f(weights, X)
+        with Watch(weights):
+            assert_same(jax.grad(f)(weights, X), want)
+        assert f.last_run.peak_bytes <= budget
+
+
+def test_what_comes_next_is_predicted():
+    weights = new_weights()
+    lowered = jturnip.jit(layers, HALF).lower(weights, X)
+    predicted = lowered.predict("A100 80GB")
+    assert 0 < predicted.kept_bytes < HALF
+    assert predicted.h2d_bytes == ALL - predicted.kept_bytes
+    assert "kept between calls" in predicted.summary()
+    # By times that are expected, and by those measured.
+    assert lowered.plan.kept_bytes > 0
+    assert lowered.compile().plan.kept_bytes > 0

@@ -204,6 +204,17 @@ def test_numpy_may_change_between_calls():
         assert f.last_run.kept_bytes == 0
 
 
+@pytest.mark.parametrize("gpu_bytes", [HALF, 4 * ALL])
+def test_numpy_in_the_place_of_an_array_may_change_too(gpu_bytes: int):
+    weights: list[Any] = list(new_weights())
+    compiled = jturnip.jit(layers, gpu_bytes).lower(weights, X).compile()
+    compiled(weights, X)
+    weights[0] = np.array(weights[0])
+    for k in range(4):
+        weights[0][:] = k / WIDTH
+        assert_same(compiled(weights, X), expected(weights))
+
+
 def test_nothing_is_kept_without_a_budget_of_its_own():
     weights = new_weights()
     f = jturnip.jit(layers)

@@ -178,7 +178,8 @@ class ProgramRunner:
             self.piece = self._keeping(not_kept)
             self.plan = self.piece.plan
         self._changed, self._not_kept = changed, not_kept
-        self._came = {i: weakref.ref(leaves[i]) for i in self._on_host}
+        arrays = ((i, leaves[i]) for i in self._on_host)
+        self._came = {i: weakref.ref(a) for i, a in arrays if isinstance(a, jax.Array)}
 
     def _bytes_at_rest(
         self, leaves: Sequence[Any], results: Sequence[Any], kept: int

@@ -147,12 +147,17 @@ class WholeRunner:
         for i in self._moves.arguments:
             copy = copies.get(i)
             if copy is None:
-                copy = memory.moved(placed[i], on_host=False)
+                copy = self._moved(placed[i])
                 moved += copy.nbytes
                 if i in sources:
                     kept.keep(sources[i], copy)
             placed[i] = copy
         return moved
+
+    def _moved(self, leaf: Any) -> jax.Array:
+        if isinstance(leaf, jax.Array):
+            return memory.moved(leaf, on_host=False)
+        return memory.placed(leaf, self._device)  # given in the place of an array
 
 
 @dataclass(frozen=True)

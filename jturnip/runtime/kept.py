@@ -49,8 +49,10 @@ class Kept:
         return entry[1] if entry is not None and entry[0]() is array else None
 
     def keep(self, source: Source, copy: jax.Array) -> None:
-        """Keeps a copy while its source lives."""
+        """Keeps a copy while its source lives; not of numpy's arrays, which may change."""
         array, part = source
+        if not isinstance(array, jax.Array):
+            return
         key, weak_self = (id(array), part), weakref.ref(self)
 
         def gone(ref: weakref.ref[Any]) -> None:

@@ -17,6 +17,7 @@ from absl import app, flags
 
 from benchmarks import (
     axes,
+    calls,
     growth,
     layers,
     lengths,
@@ -72,6 +73,7 @@ class Sizes:
     residues: int
     pair: pair.PairConfig
     predicted: tuple[float, ...]
+    called: tuple[float, ...]
 
 
 FULL = Sizes(
@@ -95,6 +97,7 @@ FULL = Sizes(
     residues=48,
     pair=pair.config("bench"),
     predicted=(0.5, 0.25, 0.125),
+    called=(1.0, 0.9, 0.5, 0.25),
 )
 _TINIEST = llama.config("tiny", layers=1, length=8, width=16, heads=2, kv_heads=1)
 TINY = Sizes(
@@ -118,6 +121,7 @@ TINY = Sizes(
     residues=8,
     pair=pair.config("tiny"),
     predicted=(0.5,),
+    called=(0.9,),
 )
 
 SECTIONS: dict[str, Callable[[Sizes], Section]] = {
@@ -135,6 +139,7 @@ SECTIONS: dict[str, Callable[[Sizes], Section]] = {
     "predictions": lambda s: predictions.predictions(
         s.link, s.pair, s.predicted, s.link_rounds
     ),
+    "calls": lambda s: calls.calls(s.link, s.called, s.link_rounds),
 }
 
 

@@ -22,6 +22,7 @@ class RunReport:
     # Time in which compute was idle while runs were left, waiting for transfers or for
     # the bytes they free. Intervals do not overlap, so nothing is counted twice.
     stall_seconds: float
+    # With what was put on the device to stay there, before the first instruction.
     h2d_bytes: int
     d2h_bytes: int
     # The most bytes in use at any moment, workspace and transfers in flight included.

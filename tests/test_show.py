@@ -113,6 +113,15 @@ def test_a_task_knows_the_reloads_that_it_is_the_first_to_read(ran: RunReport):
             assert run.events[at].end <= e.end
 
 
+def test_copies_may_end_in_another_order_than_they_were_issued():
+    events = [
+        timeline.Event(Lane.H2D, start, end, "", 1, "", number, ())
+        for number, (start, end) in enumerate([(0.0, 5.0), (1.0, 2.0), (1.5, 6.0)])
+    ]
+    drawn = timeline._one_at_a_time(events)
+    assert [(e.start, e.end) for e in drawn] == [(2.0, 5.0), (1.0, 2.0), (5.0, 6.0)]
+
+
 def test_idle_is_between_tasks(ran: RunReport):
     run = timeline.of_run(ran)
     busy = sum(e.seconds for e in run.lane(Lane.COMPUTE))

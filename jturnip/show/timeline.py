@@ -1,5 +1,6 @@
 """A run as events in lanes, each with a name, bytes and the user's line."""
 
+import dataclasses
 import enum
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -75,7 +76,7 @@ class Timeline:
 
     def lane(self, lane: Lane) -> list[Event]:
         """The events of one lane, by start."""
-        return [e for e in self.events if e.lane is lane]
+        return sorted((e for e in self.events if e.lane is lane), key=lambda e: e.start)
 
 
 def of_run(report: RunReport, plan: Plan | None = None) -> Timeline:
@@ -98,7 +99,6 @@ def of_run(report: RunReport, plan: Plan | None = None) -> Timeline:
     events: list[Event] = []
     # Where the reload of an instance stands among the events, until a task reads it.
     reloaded: dict[tuple[int, InstanceId], int] = {}
-    free = [0.0, 0.0, 0.0]
     for number, start, end in zip(report.order, report.starts, report.ends, strict=True):
         found = located.find(number)
         if found.op is None:  # what the host does between pieces
@@ -114,18 +114,29 @@ def of_run(report: RunReport, plan: Plan | None = None) -> Timeline:
                 reloads = tuple(sorted(a for a in at if a is not None))
             elif op.kind is OpKind.RELOAD:
                 reloaded[plan_id, op.writes[0]] = len(events)
-        begin = max(start, free[lane])
-        free[lane] = end = max(begin, end)
-        events.append(Event(lane, begin, end, name, nbytes, source, number, reloads))
+        events.append(Event(lane, start, end, name, nbytes, source, number, reloads))
+    events = _one_at_a_time(events)
     return Timeline(
         tuple(events),
         tuple(_idle(events)),
         _memory(report),
-        max([report.seconds, *free]),
+        max([report.seconds, *(e.end for e in events)]),
         plan.gpu_bytes,
         report.peak_bytes,
         report.not_in_order,
     )
+
+
+def _one_at_a_time(events: list[Event]) -> list[Event]:
+    """The same with no two of a lane at once: what ended later begins when the other ended.
+    Copies that were issued together may end in another order."""
+    drawn, free = list(events), [0.0, 0.0, 0.0]
+    for at in sorted(range(len(events)), key=lambda at: events[at].end):
+        event = events[at]
+        begin = max(event.start, free[event.lane])
+        free[event.lane] = end = max(begin, event.end)
+        drawn[at] = dataclasses.replace(event, start=begin, end=end)
+    return drawn
 
 
 class _Found(NamedTuple):

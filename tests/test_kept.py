@@ -135,10 +135,10 @@ def test_a_function_that_needs_the_memory_has_others_give_it_back(
 def test_from_the_second_call_on_only_what_cannot_stay_is_moved():
     weights = new_weights()
     f = jturnip.jit(layers, HALF)
-    moved = []
+    moved, want = [], np.asarray(expected(weights))
     with Watch(weights) as watch:
         for _ in range(3):
-            assert_same(f(weights, X), expected(weights))
+            assert_same(f(weights, X), want)
             moved.append(f.last_run.h2d_bytes)
             assert f.last_run.peak_bytes <= HALF
     report = f.last_run
@@ -147,8 +147,7 @@ def test_from_the_second_call_on_only_what_cannot_stay_is_moved():
     assert moved[1] == report.plan.h2d_bytes
     # All that there is room for beside two weights and what is computed.
     assert report.kept_bytes > HALF - 5 * WEIGHT
-    # What `expected` makes is not the function's.
-    assert watch.peak_bytes <= HALF + ALL + WEIGHT
+    assert watch.peak_bytes <= HALF
     assert "kept there between calls" in report.plan.summary()
 
 
@@ -282,12 +281,12 @@ def test_it_is_given_back(gpu_bytes: int):
     f.clear_cache()
     assert bytes_there() - before <= few
     f(weights, X)
-    assert bytes_there() - before >= kept
+    assert bytes_there() - before >= f.last_run.kept_bytes > 0
     weights.clear()
     assert bytes_there() - before <= few
     weights += new_weights()
     f(weights, X)
-    assert bytes_there() - before >= kept
+    assert bytes_there() - before >= f.last_run.kept_bytes > 0
     del f
     assert bytes_there() - before <= few
 

@@ -48,8 +48,8 @@ class WholeRunner:
         self._copies = bool(moves.arguments) or any(self._in_places)
         self._is_plain = wanted.is_nothing and not self._copies
         device = arguments.device
-        self._device = placement.sharding(device, on_host=False)
-        self._device_itself = device
+        self._there = placement.sharding(device, on_host=False)
+        self._device = device
         self._moves = moves
         self._kept = frozenset(moves.kept)
         self._room = plan.gpu_bytes - plan.peak_bytes
@@ -104,7 +104,7 @@ class WholeRunner:
         alive = [
             leaf
             if isinstance(leaf, jax.Array) and leaf.is_deleted()
-            else memory.placed(leaf, self._device)
+            else memory.placed(leaf, self._there)
             for leaf in leaves
         ]
         everything, inputs = range(len(self._flat.equations)), self._flat.inputs
@@ -137,7 +137,7 @@ class WholeRunner:
         a call before; the bytes that took."""
         turn, kept, moved = self._turn, self._turn.kept, 0
         sources = {i: (placed[i], None) for i in self._kept}
-        kept.make_way(self._device_itself, self.plan.gpu_bytes)
+        kept.make_way(self._device, self.plan.gpu_bytes)
         turn.leave(sources.values(), self._room)
         self._beside_bytes = kept.nbytes_beside(sources.values())
         copies = {i: kept.copy_of(source) for i, source in sources.items()}
@@ -157,7 +157,7 @@ class WholeRunner:
     def _moved(self, leaf: Any) -> jax.Array:
         if isinstance(leaf, jax.Array):
             return memory.moved(leaf, on_host=False)
-        return memory.placed(leaf, self._device)  # given in the place of an array
+        return memory.placed(leaf, self._there)  # given in the place of an array
 
 
 @dataclass(frozen=True)

@@ -34,44 +34,37 @@ class Kept:
     @property
     def nbytes(self) -> int:
         """Device bytes of all copies."""
-        return memory.device_bytes(copy for _, copy in list(self._copies.values()))
+        return self.nbytes_beside(())
 
     def nbytes_beside(self, sources: Collection[Source]) -> int:
         """Device bytes of all copies but those of some sources."""
-        mine = {(id(array), part) for array, part in sources}
-        copies = list(self._copies.items())
+        mine, copies = set(map(_key, sources)), list(self._copies.items())
         return memory.device_bytes(copy for key, (_, copy) in copies if key not in mine)
 
     def copy_of(self, source: Source) -> jax.Array | None:
         """The copy, if it is there."""
-        array, part = source
-        entry = self._copies.get((id(array), part))
-        return entry[1] if entry is not None and entry[0]() is array else None
+        entry = self._copies.get(_key(source))
+        return entry[1] if entry is not None and entry[0]() is source[0] else None
 
     def keep(self, source: Source, copy: jax.Array) -> None:
         """Keeps a copy while its source lives; not of numpy's arrays, which may change."""
-        array, part = source
-        if not isinstance(array, jax.Array):
+        if not isinstance(source[0], jax.Array):
             return
-        key, weak_self = (id(array), part), weakref.ref(self)
+        key, weak_self = _key(source), weakref.ref(self)
 
         def gone(ref: weakref.ref[Any]) -> None:
             kept = weak_self()
             if kept is not None and kept._copies.get(key, (None,))[0] is ref:
                 kept._copies.pop(key, None)
 
-        self._copies[key] = weakref.ref(array, gone), copy
+        self._copies[key] = weakref.ref(source[0], gone), copy
 
     def keep_only(self, sources: Collection[Source], room: int = 0) -> None:
         """Lets go of all others, unless these take no more than `room` bytes."""
-        if not self._copies:
+        if not self._copies or self.nbytes_beside(sources) <= room:
             return
-        wanted = {(id(array), part) for array, part in sources}
-        others = [key for key in list(self._copies) if key not in wanted]
-        entries = [self._copies.get(key) for key in others]
-        if memory.device_bytes(entry[1] for entry in entries if entry) > room:
-            for key in others:
-                self._copies.pop(key, None)
+        for key in set(self._copies).difference(map(_key, sources)):
+            self._copies.pop(key, None)
 
     def clear(self) -> None:
         """Lets go of all."""
@@ -87,6 +80,11 @@ class Kept:
             for kept in list(_all):
                 if kept is not self:
                     kept.clear()
+
+
+def _key(source: Source) -> tuple[int, Hashable]:
+    array, part = source
+    return id(array), part
 
 
 _all: "weakref.WeakSet[Kept]" = weakref.WeakSet()

@@ -23,10 +23,10 @@ from jturnip.frontend.values import FlatJaxpr, Type
 from jturnip.graph.plan import Plan
 from jturnip.hardware import Accelerator, HostLink, accelerator, host_link
 from jturnip.placement import Arguments, Budget, Returned, Wanted, Whose
-from jturnip.programs import bounds, make, places
+from jturnip.programs import bounds, places
 from jturnip.programs.bounds import least_whole_bytes, whole_bytes
 from jturnip.programs.devices import link_of, rates
-from jturnip.programs.make import make_program, remeasured
+from jturnip.programs.make import keeping, make_program, remeasured
 from jturnip.programs.records import Chain, How, Program, Straight
 from jturnip.programs.refusals import explained, refusal_of_budget, refusal_that_is_true
 from jturnip.runners.function import ProgramRunner, Runner
@@ -439,7 +439,7 @@ class Lowered:
         """The program of a call after others with the same arrays in host memory."""
         if not self._keeps:
             return program
-        return make.keeping(program, self.gpu_bytes, self._how(None))
+        return keeping(program, self.gpu_bytes, self._how(None))
 
     def _trials(self) -> Trials:
         """What trying tasks out may take while nothing of the function runs.
@@ -494,10 +494,10 @@ class Lowered:
                 trials = self._trials()
                 program = once = self._measured_program(trials)
                 how, link = self._how(None), self._options.link
-                keeping = None
+                again = None
                 if self._keeps:
                     program = self._with_kept(once)
-                    keeping = functools.partial(_again, once, self.gpu_bytes, how, link)
+                    again = functools.partial(_again, once, self.gpu_bytes, how, link)
                 self._warn_of_useless_donations()
                 piece = make_piece(program, link)
                 back = self._coming_back(program)
@@ -519,7 +519,7 @@ class Lowered:
                     trials.peak_bytes,
                     self._in_places,
                     self._arguments_there((Whose.CALLER_HOST,)),
-                    keeping,
+                    again,
                 )
             report = self._compile_report(program)
         return Compiled(
@@ -690,7 +690,7 @@ def _again(
     not_kept: frozenset[int],
 ) -> Any:
     """What runs a program that keeps some arguments between calls, but not these."""
-    return make_piece(make.keeping(program, gpu_bytes, how, not_kept), link)
+    return make_piece(keeping(program, gpu_bytes, how, not_kept), link)
 
 
 def _forwardable(arguments: Arguments) -> frozenset[int]:

@@ -435,7 +435,7 @@ def test_ctrl_c_in_the_middle_of_a_run(linked: bool):
     compiled = slow.lower(X, weights).compile()
     before = Holdings()
     interrupted = 0
-    for delay in [0.1] if linked else np.geomspace(1e-4, 5e-3, 20):
+    for delay in [0.1] if linked else np.geomspace(1e-4, 2e-2, 20):
         began = time.perf_counter()
         previous = signal.signal(signal.SIGALRM, signal.default_int_handler)
         try:
@@ -448,12 +448,14 @@ def test_ctrl_c_in_the_middle_of_a_run(linked: bool):
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, previous)
         assert time.perf_counter() - began < 2
+        slow.clear_cache()  # a call that was over in time keeps weights for the next
         assert before.new_arrays() == []
         assert before.new_threads() == []
     assert interrupted > 0
     assert_same(jturnip.jit(tower, TIGHT)(X, weights), jax.jit(tower)(X, layers(8)))
     if not linked:
         assert_same(compiled(X, weights), jax.jit(tower)(X, layers(8)))
+        slow.clear_cache()
 
 
 class InterruptAt:
@@ -516,10 +518,13 @@ def test_ctrl_c_at_any_step_of_a_run():
         try:
             with interrupt:
                 compiled(X, weights)
-        except KeyboardInterrupt:
-            pass
+        except KeyboardInterrupt:  # while it is handled it has its frames, as in notebooks
+            f._turn.kept.clear()  # of a run that was over
+            found = before.new_arrays()
         else:  # not all runs take equally many steps
             assert interrupt.steps < step, f"the one at step {step} was swallowed"
+            found = []
+        assert found == [], f"left by the one at step {step}"
         again = np.array(in_time(lambda: compiled(X, weights)))
         np.testing.assert_array_equal(again, expected, err_msg=f"step {step}")
     f._turn.kept.clear()

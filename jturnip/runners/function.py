@@ -17,7 +17,7 @@ from jturnip.memory import device_bytes
 from jturnip.placement import Wanted
 from jturnip.runners.failures import let_go
 from jturnip.runners.pieces import Piece
-from jturnip.runners.tasks import Rest, SplitRunner
+from jturnip.runners.tasks import Held, Rest, SplitRunner
 from jturnip.runtime.turns import Turn
 
 
@@ -115,47 +115,47 @@ class ProgramRunner:
         try:
             self._turn.check()
             with self._turn.lock:
-                self._turn.alone(self)
-                if any(self._in_places):
-                    leaves = list(map(memory.placed, leaves, self._in_places))
-                moved, others = self._hold(leaves)
-                results, rest = self._begin(leaves)
-                results = list(map(compat.weakly_typed, results, self._weak))
-                results = memory.finished(results, self._wanted)
-                kept = self._turn.kept.nbytes
-                at_rest = self._bytes_at_rest(leaves, results, kept)
-                beside = _Beside(at_rest, moved, kept, others)
-                self._over = (
-                    self._with(self.piece.last_run, beside)
-                    if rest is None
-                    else self.last_run  # of the call before, which is over
-                )
-                self._not_over = None if rest is None else (rest, beside)
+                return self._run(leaves)
         except BaseException as error:
             self._turn.kept.clear()
             let_go(error, outer)
             raise
+
+    def _run(self, leaves: Sequence[Any]) -> Any:
+        """The same, of who has the lock. What goes wrong in it clears its frame."""
+        self._turn.alone(self)
+        if any(self._in_places):
+            leaves = list(map(memory.placed, leaves, self._in_places))
+        held = self._hold(leaves)
+        results, rest = self._begin(leaves, held)
+        results = list(map(compat.weakly_typed, results, self._weak))
+        results = memory.finished(results, self._wanted)
+        kept = self._turn.kept.nbytes
+        at_rest = self._bytes_at_rest(leaves, results, kept)
+        beside = _Beside(at_rest, held.moved_bytes, kept, held.others_bytes)
+        if rest is None:
+            self._over = self._with(self.piece.last_run, beside)
+            self._not_over = None
+        else:
+            self._over = self.last_run  # of the call before, which is over
+            self._not_over = rest, beside
         return jax.tree.unflatten(self._out_tree, results)
 
     def leave(self) -> None:
         """Lets go of what stays on the device between runs."""
         self.piece.leave()
 
-    def _begin(self, leaves: Sequence[Any]) -> tuple[list[Any], Rest | None]:
+    def _begin(self, leaves: Sequence[Any], held: Held) -> tuple[list[Any], Rest | None]:
         """The results, and what the turn has to wait for before it is another's."""
         if not isinstance(self.piece, SplitRunner):
             return self.piece.run(leaves), None
-        try:
-            results, rest = self.piece.begin(leaves)
-        finally:
-            self.piece.let_go()
+        results, rest = self.piece.begin(leaves, held)
         if rest is not None:
             self._turn.left(rest)
         return results, rest
 
-    def _hold(self, leaves: Sequence[Any]) -> tuple[int, int]:
-        """Puts on the device what stays there between calls, where it is not there yet;
-        the bytes that took, and those of what other calls keep there."""
+    def _hold(self, leaves: Sequence[Any]) -> Held:
+        """Puts on the device what stays there between calls, where it is not there yet."""
         turn = self._turn
         self._keep_what_comes_again(leaves)
         turn.kept.make_way(self._device, self.plan.gpu_bytes)
@@ -164,7 +164,7 @@ class ProgramRunner:
         if isinstance(self.piece, SplitRunner):
             return self.piece.hold(leaves, turn.kept, room)
         turn.kept.keep_only((), room)
-        return 0, turn.kept.nbytes
+        return Held({}, 0, turn.kept.nbytes)
 
     def _keep_what_comes_again(self, leaves: Sequence[Any]) -> None:
         """Keeps others where an argument that is kept has not been the last call's twice

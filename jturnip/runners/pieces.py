@@ -1,5 +1,6 @@
 """What runs a program: a plan, a loop that repeats one, a branch that chooses, a chain."""
 
+import functools
 import time
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -94,24 +95,21 @@ class LoopRunner:
         gathered.at_rest(peak)
         gathered.add(_ran(self._condition), 0, beside)
         del asked
-        body, resident = self._body, 0
+        run_body, resident = self._body.run, 0
         first_of_body = self._condition.plan.op_count
-        try:
-            if isinstance(body, SplitRunner) and bool(np.asarray(goes_on)):
-                body.hold([*constants, *carried], Kept())
-                resident = body.resident_bytes
-            while bool(np.asarray(goes_on)):
-                arguments = [*constants, *carried]
-                carried.clear()
-                stay = frozenset(i + len(constants) for i in kept)
-                goes_on, *carried = body.run(arguments, stay)
-                gathered.add(_ran(body), first_of_body, staying + self._beside_body)
-                # What came back as it was is still the caller's.
-                kept = {i for i in kept if carried[i] is arguments[i + len(constants)]}
-                del arguments
-        finally:
-            if isinstance(body, SplitRunner):
-                body.let_go()
+        if isinstance(self._body, SplitRunner) and bool(np.asarray(goes_on)):
+            held = self._body.hold([*constants, *carried], Kept())
+            run_body = functools.partial(self._body.run, held=held)
+            resident = self._body.resident_bytes
+        while bool(np.asarray(goes_on)):
+            arguments = [*constants, *carried]
+            carried.clear()
+            stay = frozenset(i + len(constants) for i in kept)
+            goes_on, *carried = run_body(arguments, stay)
+            gathered.add(_ran(self._body), first_of_body, staying + self._beside_body)
+            # What came back as it was is still the caller's.
+            kept = {i for i in kept if carried[i] is arguments[i + len(constants)]}
+            del arguments
         self.last_run = gathered.report(resident)
         return carried
 

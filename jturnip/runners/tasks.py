@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import numpy as np
@@ -90,32 +90,27 @@ class SplitRunner:
         self._ends_in_python = (
             link is not None or bool(self._assembled) or _ends_in_python(split, memgraph)
         )
-        # Instances that are put on the device for many runs, and what they are copies of;
-        # their arrays, for the runs to come.
+        # Instances that are put on the device for many runs, and what they are copies of.
         self._resident = _residents(split, start, self._closed_over)
-        self._held: dict[int, Any] = {}
         self.resident_bytes = straight.resident_bytes
         # Positions of the arguments among them.
         self.resident_arguments = frozenset(
             r.argument for r in self._resident if r.argument is not None
         )
 
-    def hold(self, leaves: Sequence[Any], kept: Kept, room: int = 0) -> tuple[int, int]:
+    def hold(self, leaves: Sequence[Any], kept: Kept, room: int = 0) -> "Held":
         """Puts on the device what the plan takes to be there, for runs with the same
-        arrays in host memory, until `let_go`. The copies may not be there yet: tasks wait.
+        arrays in host memory. The copies may not be there yet: tasks wait.
 
         Args:
           leaves: the flat arguments.
           kept: what is there already, and stays.
           room: bytes for what else is kept there.
-
-        Returns:
-          Bytes that had to be moved; and of what else is kept, the bytes that stay.
         """
         sources = {r.instance: r.source(leaves) for r in self._resident}
         kept.keep_only(sources.values(), room)
-        held = {i: kept.copy_of(source) for i, source in sources.items()}
-        missing = [i for i, copy in held.items() if copy is None]
+        copies = {i: kept.copy_of(source) for i, source in sources.items()}
+        missing = [i for i, copy in copies.items() if copy is None]
         moved = 0
         if missing:
             arrays: list[Any] = [None] * len(self._program.memgraph.instances)
@@ -124,38 +119,44 @@ class SplitRunner:
                 for i in missing:
                     copy = memory.transferred(arrays[i], self._program.device_sharding)
                     kept.keep(sources[i], copy)
-                    held[i] = copy
+                    copies[i] = copy
                     moved += arrays[i].nbytes
-        self._held = held
-        return moved, kept.nbytes_beside(sources.values())
-
-    def let_go(self) -> None:
-        """Lets go of what `hold` put on the device."""
-        self._held = {}
+        return Held(copies, moved, kept.nbytes_beside(sources.values()))
 
     def leave(self) -> None:
         """Lets go of closed-over arrays; a run puts them in their places again."""
         for _, closed_over in self._closed_over:
             closed_over.leave()
 
-    def run(self, leaves: Sequence[Any], keep: frozenset[int] = frozenset()) -> list[Any]:
+    def run(
+        self,
+        leaves: Sequence[Any],
+        keep: frozenset[int] = frozenset(),
+        held: "Held | None" = None,
+    ) -> list[Any]:
         """Runs once, to the end; returns the flat results.
 
         Args:
           leaves: the flat arguments.
           keep: positions of donated arguments that are not given up for once.
+          held: what `hold` put on the device; not needed where the plan has nothing there.
         """
-        results, _ = self._run(leaves, keep, to_the_end=True)
+        results, _ = self._run(leaves, keep, held, to_the_end=True)
         return results
 
-    def begin(self, leaves: Sequence[Any]) -> tuple[list[Any], "Rest | None"]:
+    def begin(self, leaves: Sequence[Any], held: "Held") -> tuple[list[Any], "Rest | None"]:
         """Runs until nothing needs Python any more.
+
+        Args:
+          leaves: the flat arguments.
+          held: what `hold` put on the device.
 
         Returns:
           The flat results, which may not be ready; and the rest of the run, None if it is
           over. It is to be finished before anything else is put on the device.
         """
-        return self._run(leaves, frozenset(), to_the_end=not self._leaves_a_rest(leaves))
+        to_the_end = not self._leaves_a_rest(leaves)
+        return self._run(leaves, frozenset(), held, to_the_end)
 
     def _leaves_a_rest(self, leaves: Sequence[Any]) -> bool:
         """Whether the last runs and offloads may be left to XLA: not where the host has to
@@ -168,7 +169,11 @@ class SplitRunner:
         )
 
     def _run(
-        self, leaves: Sequence[Any], keep: frozenset[int], to_the_end: bool
+        self,
+        leaves: Sequence[Any],
+        keep: frozenset[int],
+        held: "Held | None",
+        to_the_end: bool,
     ) -> tuple[list[Any], "Rest | None"]:
         program = self._program
         marks: MarkSlots | None = None
@@ -185,6 +190,8 @@ class SplitRunner:
             leaves = assembly.take_over(leaves, keep)
             staying = {self._arguments[i][0] for i in (*assembly.arguments, *keep)}
             self._place(leaves, arrays)
+            for instance, copy in held.copies.items() if held is not None else ():
+                arrays[instance] = copy
             donated = self._donated - staying
             looked_for = nans.looked_for()
             engines = DeviceEngines(
@@ -252,8 +259,16 @@ class SplitRunner:
             rows = parts_of(arrays[source], cuts)
             for instance, array in zip(instances, rows, strict=True):
                 arrays[instance] = array
-        for instance, array in self._held.items():
-            arrays[instance] = array
+
+
+class Held(NamedTuple):
+    """What is on the device for many runs of a plan."""
+
+    # By the instance.
+    copies: dict[int, Any]
+    # Bytes that had to be moved; and of what else is kept there, the bytes that stay.
+    moved_bytes: int
+    others_bytes: int
 
 
 class Rest:

@@ -383,7 +383,7 @@ def test_a_nested_refusal_speaks_of_the_users_budget():
         return first, x
 
     args = matrices(3)
-    for budget in (MATRIX, 3 * MATRIX, 4 * MATRIX):
+    for budget in (MATRIX, 4 * MATRIX):
         with pytest.raises(jturnip.DoesNotFit) as refusal:
             jturnip.jit(fn, budget, strategy="turnip")(*args)
         error, message = refusal.value, str(refusal.value)

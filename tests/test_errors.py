@@ -481,6 +481,8 @@ class InterruptAt:
     def _trace(self, frame: FrameType, event: str, _: Any) -> Any:
         if frame.f_globals.get("__name__", "").split(".")[0] not in self._WATCHED:
             return None
+        if event == "return":  # the frame would be in no traceback
+            return self._trace
         self.steps += 1
         if self.steps == self._at:
             sys.settrace(None)

@@ -22,10 +22,10 @@ QUICK = (
 )
 # The same for what tries many budgets; where much can be cut, that takes minutes, and is
 # done for some.
-VERY_QUICK = ("filtered by ffts",)
+VERY_QUICK = ("a gaussian process",)
 SEARCHED = (
     *VERY_QUICK,
-    "a gaussian process",
+    "filtered by ffts",
     "a product of matrices",
     "a stack of convolutions",
 )

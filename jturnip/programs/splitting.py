@@ -127,7 +127,7 @@ def with_resident(split: Split, room: int, not_these: Collection[int] = ()) -> S
       not_these: positions of arguments that are not the same each time.
     """
     graph, sizes = split.graph, [padded(b.nbytes) for b in split.graph.buffers]
-    choice = _same_each_time(split, not_these)
+    choice = same_each_time(split, not_these)
     total = sum(sizes[b] for b in choice)
     share = min(1.0, room / total) if total else 0.0
     chosen: list[BufferId] = []
@@ -146,8 +146,14 @@ def with_resident(split: Split, room: int, not_these: Collection[int] = ()) -> S
     return dataclasses.replace(split, graph=graph, resident=tuple(chosen))
 
 
-def _same_each_time(split: Split, not_these: Collection[int]) -> list[BufferId]:
-    """Buffers in host memory that may be, in the order in which they are first read."""
+def same_each_time(split: Split, not_these: Collection[int]) -> list[BufferId]:
+    """Buffers in host memory that may be the same in each run, in the order in which they
+    are first read.
+
+    Args:
+      split: what runs.
+      not_these: positions of arguments that are not.
+    """
     flat, graph = split.flat, split.graph
     held = enumerate(zip(flat.inputs, split.arguments.whose, strict=True))
     lost = {v for at, (v, w) in held if w.donated or w.ours or at in not_these}

@@ -16,7 +16,7 @@ from jturnip.graph.report import RunReport
 from jturnip.memory import device_bytes
 from jturnip.placement import Wanted
 from jturnip.runners.failures import let_go
-from jturnip.runners.pieces import Piece
+from jturnip.runners.pieces import ChainRunner, HeldByStages
 from jturnip.runners.tasks import Held, Rest, SplitRunner
 from jturnip.runtime.turns import Turn
 
@@ -36,9 +36,10 @@ class Runner(Protocol):
         ...
 
 
-# Makes a piece that keeps arrays in host memory on the device between its calls, but not
-# the arguments at these positions.
-Keeping: TypeAlias = Callable[[frozenset[int]], SplitRunner]
+# What runs a whole function: it may keep arrays on the device between its calls.
+Outermost: TypeAlias = SplitRunner | ChainRunner
+# Makes such a piece that does not keep the arguments at these positions.
+Keeping: TypeAlias = Callable[[frozenset[int]], Outermost]
 
 
 class ProgramRunner:
@@ -46,7 +47,7 @@ class ProgramRunner:
 
     def __init__(
         self,
-        piece: Piece,
+        piece: Outermost,
         out_tree: Any,
         wanted: Wanted,
         weak: Sequence[bool],
@@ -126,13 +127,13 @@ class ProgramRunner:
         self._turn.alone(self)
         if any(self._in_places):
             leaves = list(map(memory.placed, leaves, self._in_places))
-        held = self._hold(leaves)
+        held, others = self._hold(leaves)
         results, rest = self._begin(leaves, held)
         results = list(map(compat.weakly_typed, results, self._weak))
         results = memory.finished(results, self._wanted)
         kept = self._turn.kept.nbytes
         at_rest = self._bytes_at_rest(leaves, results, kept)
-        beside = _Beside(at_rest, held.moved_bytes, kept, held.others_bytes)
+        beside = _Beside(at_rest, held.moved_bytes, kept, others)
         if rest is None:
             self._over = self._with(self.piece.last_run, beside)
             self._not_over = None
@@ -145,31 +146,35 @@ class ProgramRunner:
         """Lets go of what stays on the device between runs."""
         self.piece.leave()
 
-    def _begin(self, leaves: Sequence[Any], held: Held) -> tuple[list[Any], Rest | None]:
+    def _begin(
+        self, leaves: Sequence[Any], held: Held | HeldByStages
+    ) -> tuple[list[Any], Rest | None]:
         """The results, and what the turn has to wait for before it is another's."""
-        if not isinstance(self.piece, SplitRunner):
-            return self.piece.run(leaves), None
+        if isinstance(self.piece, ChainRunner):
+            assert isinstance(held, HeldByStages)
+            return self.piece.run(leaves, held=held), None
+        assert isinstance(held, Held)
         results, rest = self.piece.begin(leaves, held)
         if rest is not None:
             self._turn.left(rest)
         return results, rest
 
-    def _hold(self, leaves: Sequence[Any]) -> Held:
-        """Puts on the device what stays there between calls, where it is not there yet."""
+    def _hold(self, leaves: Sequence[Any]) -> tuple[Held | HeldByStages, int]:
+        """Puts on the device what stays there between calls, where it is not there yet;
+        and the bytes of what other calls keep there."""
         turn = self._turn
         self._keep_what_comes_again(leaves)
         turn.kept.make_way(self._device, self.plan.gpu_bytes)
         arena = placement.arena_bytes(self.plan.gpu_bytes, self._device.platform)
-        room = arena - self.plan.peak_bytes
-        if isinstance(self.piece, SplitRunner):
-            return self.piece.hold(leaves, turn.kept, room)
-        turn.kept.keep_only((), room)
-        return Held({}, 0, turn.kept.nbytes)
+        sources = self.piece.sources(leaves)
+        turn.kept.keep_only(sources, arena - self.plan.peak_bytes)
+        held = self.piece.hold(leaves, turn.kept)
+        return held, turn.kept.nbytes_beside(sources)
 
     def _keep_what_comes_again(self, leaves: Sequence[Any]) -> None:
         """Keeps others where an argument that is kept has not been the last call's twice
         in a row."""
-        if not isinstance(self.piece, SplitRunner) or self._keeping is None:
+        if self._keeping is None:
             return
         came = self._came
         changed = {i for i, ref in came.items() if ref() is not leaves[i]}

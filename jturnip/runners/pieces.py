@@ -2,7 +2,8 @@
 
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
@@ -15,9 +16,9 @@ from jturnip.graph.plan import Plan
 from jturnip.graph.report import RunReport
 from jturnip.memory import device_bytes
 from jturnip.programs.records import Chain, Choice, Loop, Program, Rows, Stage, Straight
-from jturnip.runners.tasks import SplitRunner
+from jturnip.runners.tasks import Held, SplitRunner
 from jturnip.runtime import hoststacks
-from jturnip.runtime.kept import Kept
+from jturnip.runtime.kept import Kept, Source
 from jturnip.runtime.link import SimulatedLink
 from jturnip.runtime.report import Gathered
 
@@ -57,6 +58,15 @@ def make_piece(program: Program, link: SimulatedLink | None) -> Piece:
     if isinstance(program, Rows):
         return RowsRunner(program)
     return ChainRunner(program, link)
+
+
+def make_outermost(
+    program: Program, link: SimulatedLink | None
+) -> "SplitRunner | ChainRunner":
+    """What runs the program of a whole function."""
+    piece = make_piece(program, link)
+    assert isinstance(piece, SplitRunner | ChainRunner)
+    return piece
 
 
 class LoopRunner:
@@ -229,6 +239,17 @@ class ChainRunner:
             v: memory.closed_over(array, self._device) for v, array in chain.read_over
         }
         self._stages = [(s, make_piece(s.program, link)) for s in chain.stages]
+        # Positions of the arguments that each stage reads; None for its other operands.
+        inputs = {v: at for at, v in enumerate(chain.flat.inputs)}
+        self._read = [[inputs.get(v) for v in s.reads] for s in chain.stages]
+        # Positions of the arguments of which there are copies for many runs.
+        self.resident_arguments = frozenset(
+            at
+            for (_, piece), read in zip(self._stages, self._read, strict=True)
+            if isinstance(piece, SplitRunner)
+            for i in piece.resident_arguments
+            if (at := read[i]) is not None
+        )
 
     def leave(self) -> None:
         for closed_over in self._closed_over.values():
@@ -236,8 +257,37 @@ class ChainRunner:
         for _, piece in self._stages:
             piece.leave()
 
-    def run(self, leaves: Sequence[Any], keep: frozenset[int] = frozenset()) -> list[Any]:
-        chain = self._chain
+    def sources(self, leaves: Sequence[Any]) -> list[Source]:
+        """What the arrays are copies of that plans take to be on the device."""
+        return [
+            source
+            for piece, given in self._holding(leaves).values()
+            for source in piece.sources(given)
+        ]
+
+    def hold(self, leaves: Sequence[Any], kept: Kept) -> "HeldByStages":
+        """Puts on the device what plans take to be there, as `SplitRunner.hold` does."""
+        holding = self._holding(leaves)
+        return HeldByStages({at: p.hold(given, kept) for at, (p, given) in holding.items()})
+
+    def _holding(
+        self, leaves: Sequence[Any]
+    ) -> dict[int, tuple[SplitRunner, Sequence[Any]]]:
+        """The stages for which something stays on the device, with their arguments as far
+        as they are the function's."""
+        return {
+            at: (piece, [None if i is None else leaves[i] for i in self._read[at]])
+            for at, (_, piece) in enumerate(self._stages)
+            if isinstance(piece, SplitRunner) and piece.resident_bytes
+        }
+
+    def run(
+        self,
+        leaves: Sequence[Any],
+        keep: frozenset[int] = frozenset(),
+        held: "HeldByStages | None" = None,
+    ) -> list[Any]:
+        chain, held = self._chain, held or HeldByStages({})
         values = _Values({v: c.array for v, c in self._closed_over.items()})
         placed = memory.in_their_places(leaves, chain.arguments.whose, self._device)
         for i, (v, whose) in enumerate(
@@ -250,8 +300,14 @@ class ChainRunner:
                 values.may_share.add(v)
         del placed
         gathered, first_op = Gathered(), 0
-        for stage, piece in self._stages:
-            self._run_stage(stage, piece, values, gathered, first_op)
+        for at, (stage, piece) in enumerate(self._stages):
+            run = piece.run
+            if isinstance(piece, SplitRunner):
+                run = functools.partial(piece.run, held=held.stages.get(at))
+            beside = self._run_stage(stage, run, values) + held.bytes_beside(at)
+            gathered.add(_ran(piece), first_op, beside)
+            at_rest = stage.constants + values.bytes_beside(()) + held.nbytes
+            gathered.at_rest(at_rest)
             first_op += piece.plan.op_count
         self.last_run = gathered.report()
         return [
@@ -261,11 +317,10 @@ class ChainRunner:
     def _run_stage(
         self,
         stage: Stage,
-        piece: Piece,
+        run: Callable[[Sequence[Any], frozenset[int]], list[Any]],
         values: "_Values",
-        gathered: Gathered,
-        first_op: int,
-    ) -> None:
+    ) -> int:
+        """Runs a stage; the device bytes of what others held meanwhile."""
         beside = stage.constants + values.bytes_beside(stage.reads)
         over = frozenset(stage.over)
         keep = frozenset(
@@ -274,8 +329,7 @@ class ChainRunner:
             if v not in over or stage.reads.count(v) > 1 or v in values.theirs
         )
         arguments = [values.arrays[v] for v in stage.reads]
-        results = piece.run(arguments, keep)
-        gathered.add(_ran(piece), first_op, beside)
+        results = run(arguments, keep)
         # A loop that never ran gives back what it was given.
         given = {id(a): v for a, v in zip(arguments, stage.reads, strict=True)}
         del arguments
@@ -291,7 +345,7 @@ class ChainRunner:
                 given.pop(id(array), None)
             if v not in stage.unread:
                 values.arrays[v] = array
-        gathered.at_rest(stage.constants + values.bytes_beside(()))
+        return beside
 
     def _result(self, at: int, output: int | Parts, values: "_Values") -> Any:
         host = placement.sharding(self._device, on_host=True)
@@ -310,6 +364,31 @@ class ChainRunner:
             there.delete()  # it may be an argument that was given up
         committed = placement.is_on_host(array) or self._chain.arguments.committed
         return compat.settled(array, committed)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldByStages:
+    """What is on the device for many runs of a chain, by the number of the stage."""
+
+    stages: Mapping[int, Held]
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that had to be moved."""
+        return sum(held.moved_bytes for held in self.stages.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Device bytes of all copies."""
+        return device_bytes(self._copies())
+
+    def bytes_beside(self, at: int) -> int:
+        """The same without those that one stage has itself."""
+        own = self.stages[at].copies.values() if at in self.stages else ()
+        return self.nbytes - device_bytes(own)
+
+    def _copies(self) -> list[Any]:
+        return [copy for held in self.stages.values() for copy in held.copies.values()]
 
 
 class _Values:

@@ -98,30 +98,46 @@ class SplitRunner:
             r.argument for r in self._resident if r.argument is not None
         )
 
-    def hold(self, leaves: Sequence[Any], kept: Kept, room: int = 0) -> "Held":
+    def sources(self, leaves: Sequence[Any]) -> list[Source]:
+        """What the arrays are copies of that the plan takes to be on the device.
+
+        Args:
+          leaves: the flat arguments; others than `resident_arguments` may be None.
+        """
+        return [r.source(leaves) for r in self._resident]
+
+    def hold(self, leaves: Sequence[Any], kept: Kept) -> "Held":
         """Puts on the device what the plan takes to be there, for runs with the same
         arrays in host memory. The copies may not be there yet: tasks wait.
 
         Args:
-          leaves: the flat arguments.
+          leaves: the flat arguments; others than `resident_arguments` may be None.
           kept: what is there already, and stays.
-          room: bytes for what else is kept there.
         """
-        sources = {r.instance: r.source(leaves) for r in self._resident}
-        kept.keep_only(sources.values(), room)
-        copies = {i: kept.copy_of(source) for i, source in sources.items()}
-        missing = [i for i, copy in copies.items() if copy is None]
+        copies: dict[int, Any] = {}
         moved = 0
-        if missing:
-            arrays: list[Any] = [None] * len(self._program.memgraph.instances)
-            self._place(leaves, arrays)
-            with jax.transfer_guard("allow"):
-                for i in missing:
-                    copy = memory.transferred(arrays[i], self._program.device_sharding)
-                    kept.keep(sources[i], copy)
-                    copies[i] = copy
-                    moved += arrays[i].nbytes
-        return Held(copies, moved, kept.nbytes_beside(sources.values()))
+        with jax.transfer_guard("allow"):
+            for r in self._resident:
+                source = r.source(leaves)
+                copy = kept.copy_of(source)
+                if copy is None:
+                    array = self._read(r, leaves)
+                    copy = memory.transferred(array, self._program.device_sharding)
+                    kept.keep(source, copy)
+                    moved += array.nbytes
+                copies[r.instance] = copy
+        return Held(copies, moved)
+
+    def _read(self, resident: "_Resident", leaves: Sequence[Any]) -> Any:
+        """An array in host memory of which there is to be a copy, or its part."""
+        at, window = resident.argument, resident.window
+        if at is None:
+            assert resident.closed_over is not None
+            whole = resident.closed_over.array
+        else:
+            _, whose = self._arguments[at]
+            (whole,) = memory.in_their_places([leaves[at]], [whose], self._device)
+        return whole if window is None else parts_of(whole, [window])[0]
 
     def leave(self) -> None:
         """Lets go of closed-over arrays; a run puts them in their places again."""
@@ -266,9 +282,8 @@ class Held(NamedTuple):
 
     # By the instance.
     copies: dict[int, Any]
-    # Bytes that had to be moved; and of what else is kept there, the bytes that stay.
+    # Bytes that had to be moved.
     moved_bytes: int
-    others_bytes: int
 
 
 class Rest:

@@ -58,11 +58,15 @@ def _limits(plan: Plan, run: RunReport) -> str:
     if plan.predicted_seconds <= _NEAR * bound:
         what = "Compute" if by_compute else "The link"
         tasks = f"the tasks take {format_seconds(compute)}"
-        how = tasks if by_compute else f"{moved} take {format_seconds(bound)}, {tasks}"
+        how = (
+            tasks
+            if by_compute
+            else f"with {moved} a call takes {format_seconds(bound)} at least, {tasks}"
+        )
         return f"{what} limits it: {how}; {predicted} are predicted for a call."
-    both = "the tasks alone" if by_compute else "the link alone"
+    ideal = "the tasks alone" if by_compute else "tasks and copies, each as early as can be,"
     return (
-        f"Memory limits it: {both} would take {format_seconds(bound)}, and {predicted} are"
+        f"Memory limits it: {ideal} would take {format_seconds(bound)}, and {predicted} are"
         f" predicted, because for {format_seconds(run.stall_seconds)} no task can run: what"
         " it reads is still on its way, and there was no room for it earlier"
         f" ({moved})."

@@ -26,11 +26,12 @@ from jturnip.placement import Arguments, Budget, Returned, Wanted, Whose
 from jturnip.programs import bounds, places
 from jturnip.programs.bounds import least_whole_bytes, whole_bytes
 from jturnip.programs.devices import link_of, rates
-from jturnip.programs.make import keeping, make_program, remeasured
+from jturnip.programs.keeping import keeping
+from jturnip.programs.make import make_program, remeasured
 from jturnip.programs.records import Chain, How, Program, Straight
 from jturnip.programs.refusals import explained, refusal_of_budget, refusal_that_is_true
-from jturnip.runners.function import ProgramRunner, Runner
-from jturnip.runners.pieces import make_piece
+from jturnip.runners.function import Outermost, ProgramRunner, Runner
+from jturnip.runners.pieces import make_outermost
 from jturnip.runners.whole import Moves, WholeRunner, moves_of, whole_plan
 from jturnip.runtime.link import SimulatedLink
 from jturnip.runtime.schedule import Link
@@ -502,7 +503,7 @@ class Lowered:
                     program = self._with_kept(once)
                     again = functools.partial(_again, once, self.gpu_bytes, how, link)
                 self._warn_of_useless_donations()
-                piece = make_piece(program, link)
+                piece = make_outermost(program, link)
                 back = self._coming_back(program)
                 wanted = dataclasses.replace(
                     self._wanted,
@@ -691,9 +692,9 @@ def _again(
     how: How,
     link: SimulatedLink | None,
     not_kept: frozenset[int],
-) -> Any:
+) -> Outermost:
     """What runs a program that keeps some arguments between calls, but not these."""
-    return make_piece(keeping(program, gpu_bytes, how, not_kept), link)
+    return make_outermost(keeping(program, gpu_bytes, how, not_kept), link)
 
 
 def _forwardable(arguments: Arguments) -> frozenset[int]:

@@ -1,0 +1,137 @@
+"""A time that no plan of some tasks in a budget can beat, whatever its order.
+
+Three engines work at once, each on one thing at a time: compute, and the link each way. A
+set of jobs on one engine takes at least its own sum, after the earliest moment at which one
+of them can begin and before the least that must follow one of them (the bound for one
+machine with heads and tails, J. R. Jackson, 1955). Heads and tails come from the graph: all
+that a task depends on is computed and copied before it, and of what is needed after it no
+more than the budget is on the device when it ends: the rest crosses the link afterwards.
+"""
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import numpy as np
+
+from jturnip.graph.taskgraph import BufferId, Place, TaskGraph, TaskId
+
+
+# Beyond so many tasks or buffers only sums are taken: the tables would have too many cells.
+_MOST = 2048
+
+_Array: TypeAlias = np.ndarray
+
+
+def least_seconds(
+    graph: TaskGraph,
+    gpu_bytes: int,
+    h2d_bytes_per_second: float,
+    d2h_bytes_per_second: float,
+) -> float:
+    """Seconds that a run takes at least.
+
+    Args:
+      graph: the tasks, with their seconds.
+      gpu_bytes: size of the arena, in bytes.
+      h2d_bytes_per_second: the link's rate to the device.
+      d2h_bytes_per_second: its rate to the host.
+    """
+    compute = np.array([task.seconds for task in graph.tasks])
+    sizes = np.array([b.nbytes for b in graph.buffers], float)
+    read = {b for task in graph.tasks for b in task.inputs}
+    writer = {b: task.id for task in graph.tasks for b in task.outputs}
+    comes_in = [b.id for b in graph.buffers if b.start is Place.HOST and b.id in read]
+    goes_out = [b.id for b in graph.buffers if b.end_on_host and b.id in writer]
+    into, out = sizes / h2d_bytes_per_second, sizes / d2h_bytes_per_second
+    sums = max(compute.sum(), into[comes_in].sum(), out[goes_out].sum(), 0.0)
+    if not graph.tasks or max(len(graph.tasks), len(graph.buffers)) > _MOST:
+        return float(sums)
+    around = _Around(graph, writer)
+    # What each task, or one before it, reads of the host; and what it, or one after it,
+    # leaves there.
+    head = np.maximum(
+        around.before @ compute, around.read_before[:, comes_in] @ into[comes_in]
+    )
+    left = around.known & around.read_after
+    again = np.maximum(left @ sizes - gpu_bytes, 0) / h2d_bytes_per_second
+    writers = [writer[b] for b in goes_out]
+    written_after = around.before.T[:, writers] | (
+        np.array(writers, int)[None, :] == np.arange(len(compute))[:, None]
+    )
+    tail = np.maximum.reduce(
+        [around.before.T @ compute, again, written_after @ out[goes_out]]
+    )
+    _along(head, tail, compute, around.parents)
+    # A copy is followed by all that reads it.
+    longest: dict[BufferId, float] = {}
+    for task in graph.tasks:
+        following = float(compute[task.id] + tail[task.id])
+        longest.update((b, max(longest.get(b, 0.0), following)) for b in task.inputs)
+    tails_in = np.array([longest[b] for b in comes_in])
+    heads_out = (head + compute)[writers]
+    return float(
+        max(
+            sums,
+            (head + compute + tail).max(),
+            _one_machine(head, compute, tail),
+            _one_machine(tail, compute, head),
+            _one_machine(tails_in, into[comes_in], np.zeros(len(comes_in))),
+            _one_machine(heads_out, out[goes_out], np.zeros(len(goes_out))),
+        )
+    )
+
+
+class _Around:
+    """What is before and after each task, in any order that keeps the dependencies.
+
+    Rows are tasks; columns are tasks or buffers.
+    """
+
+    def __init__(self, graph: TaskGraph, writer: dict[BufferId, TaskId]):
+        tasks, buffers = len(graph.tasks), len(graph.buffers)
+        self.parents: list[Sequence[int]] = [
+            sorted({writer[b] for b in task.inputs if b in writer}) for task in graph.tasks
+        ]
+        # Tasks that a task depends on.
+        self.before = np.zeros((tasks, tasks), bool)
+        # Buffers that a task or one before it reads, and that those after it read.
+        reads = np.zeros((tasks, buffers), bool)
+        cells = [(t.id, b) for t in graph.tasks for b in t.inputs]
+        reads[tuple(np.array(cells, int).reshape(-1, 2).T)] = True
+        self.read_before = reads.copy()
+        self.read_after = np.zeros_like(reads)
+        for t, parents in enumerate(self.parents):
+            for p in parents:
+                self.before[t] |= self.before[p]
+                self.before[t, p] = True
+                self.read_before[t] |= self.read_before[p]
+        for t in range(tasks - 1, -1, -1):
+            for p in self.parents[t]:
+                self.read_after[p] |= self.read_after[t] | reads[t]
+        # Buffers that surely have been written when a task ends.
+        made = np.array([writer.get(b.id, -1) for b in graph.buffers])
+        upto = self.before | np.eye(tasks, dtype=bool)
+        self.known = np.where(made < 0, True, upto[:, np.maximum(made, 0)])
+
+
+def _along(
+    head: _Array, tail: _Array, compute: _Array, parents: Sequence[Sequence[int]]
+) -> None:
+    """Makes heads and tails at least what they are along each path."""
+    for t, mine in enumerate(parents):
+        for p in mine:
+            head[t] = max(head[t], head[p] + compute[p])
+    for t in range(len(parents) - 1, -1, -1):
+        for p in parents[t]:
+            tail[p] = max(tail[p], compute[t] + tail[t])
+
+
+def _one_machine(first: _Array, seconds: _Array, last: _Array) -> float:
+    """The largest of what sets of jobs take: those whose `first` is at least some value
+    take that, their sum, and the least `last` among them."""
+    if not len(seconds):
+        return 0.0
+    order = np.argsort(first)[::-1]
+    sums = np.cumsum(seconds[order])
+    least = np.minimum.accumulate(last[order])
+    return float((first[order] + sums + least).max())

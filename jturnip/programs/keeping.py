@@ -1,0 +1,193 @@
+"""Programs for calls one after the other with the same arrays in host memory.
+
+As many of these as there is room for stay on the device between calls, where that is
+predicted to pay.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from jturnip import placement
+from jturnip.errors import DoesNotFit, HostMemoryError
+from jturnip.placement import Budget
+from jturnip.planner.planner import smallest_budget
+from jturnip.programs.chains import together
+from jturnip.programs.planning import planned
+from jturnip.programs.records import Chain, How, Program, Split, Straight
+from jturnip.programs.splitting import same_each_time, with_resident
+from jturnip.units import padded
+
+
+# What is not kept between calls goes through at least this share of the budget, or less if
+# that is predicted to be better; of plans that take so much longer at most, the one that
+# moves least.
+_STREAMED = 4
+_AS_FAST = 1.01
+# With more tasks than so many, only one other plan is made.
+_SOME_TASKS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Tasks of a program under one plan."""
+
+    split: Split
+    strategy: str
+    # Device bytes that others take while it runs, and the fewest that it needs.
+    beside: int
+    needed: int
+    # Positions of arguments that are not the same each time.
+    not_these: frozenset[int]
+
+    @property
+    def kept_bytes(self) -> int:
+        """Device bytes of what stays."""
+        buffers = self.split.graph.buffers
+        return sum(padded(buffers[b].nbytes) for b in self.split.resident)
+
+
+def keeping(
+    program: Program, gpu_bytes: int, how: How, not_these: Collection[int] = ()
+) -> Program:
+    """The same for calls one after the other with the same arrays in host memory: some of
+    these stay on the device between calls, where that is predicted to pay.
+
+    Args:
+      program: planned for one call.
+      gpu_bytes: the budget.
+      how: the user's choices.
+      not_these: positions of arguments that are not the same each time.
+    """
+    if not isinstance(program, Straight | Chain):
+        return program
+    parts = _parts(program, frozenset(not_these))
+    arena = placement.arena_bytes(gpu_bytes, program.given.device.platform)
+    found: list[Program] = [program]
+    for ways in _ways(parts, arena - _fixed_bytes(program), arena):
+        with contextlib.suppress(DoesNotFit, HostMemoryError):
+            made = {at: _planned(ways, at, gpu_bytes, how) for at in ways}
+            kept_bytes = sum(part.kept_bytes for part in ways.values())
+            again = (
+                _with_figures(made[0], program, kept_bytes)
+                if isinstance(program, Straight)
+                else _chain_of(program, made, ways, kept_bytes)
+            )
+            fits = again.plan.peak_bytes <= max(arena, program.plan.peak_bytes)
+            if fits and again.ends_on_host == program.ends_on_host:
+                found.append(again)
+    fastest = min(made.plan.predicted_seconds for made in found)
+    fast = [p for p in found if p.plan.predicted_seconds <= fastest * _AS_FAST]
+    return min(fast, key=lambda made: made.plan.h2d_bytes + made.plan.d2h_bytes)
+
+
+def _parts(program: Straight | Chain, not_these: frozenset[int]) -> dict[int, _Part]:
+    """The parts of which something may stay, by their stage."""
+    if isinstance(program, Straight):
+        found = {0: _part(program, 0, not_these)}
+    else:
+        inputs = program.flat.inputs
+        changing = {inputs[i] for i in not_these}
+        same = frozenset(inputs) - changing
+        found = {
+            at: _part(
+                stage.program,
+                stage.waiting,
+                frozenset(i for i, v in enumerate(stage.reads) if v not in same),
+            )
+            for at, stage in enumerate(program.stages)
+            if isinstance(stage.program, Straight)
+        }
+    return {at: p for at, p in found.items() if same_each_time(p.split, p.not_these)}
+
+
+def _part(program: Straight, beside: int, not_these: frozenset[int]) -> _Part:
+    split = program.split
+    needed = smallest_budget(split.graph)
+    return _Part(split, program.plan.strategy, beside, needed, not_these)
+
+
+def _fixed_bytes(program: Straight | Chain) -> int:
+    """What stages need in which nothing stays but what they put there themselves."""
+    if isinstance(program, Straight):
+        return 0
+    return max(
+        (
+            stage.program.plan.peak_bytes + stage.waiting
+            for stage in program.stages
+            if not isinstance(stage.program, Straight)
+        ),
+        default=0,
+    )
+
+
+def _ways(parts: dict[int, _Part], most: int, arena: int) -> Iterator[dict[int, _Part]]:
+    """The same parts with arrays that stay: more first, and no more than `most` bytes."""
+    choices = {at: same_each_time(p.split, p.not_these) for at, p in parts.items()}
+    sizes = {
+        at: sum(padded(parts[at].split.graph.buffers[b].nbytes) for b in choice)
+        for at, choice in choices.items()
+    }
+    tried: list[Sequence[Sequence[int]]] = []
+    for reserve in (
+        lambda needed: needed * 5 // 4,
+        lambda needed: needed * 2,
+        lambda needed: max(needed * 2, arena // _STREAMED),
+    ):
+        left = (arena - p.beside - reserve(p.needed) for p in parts.values())
+        room = min([most, *left])
+        if not parts or room <= 0:
+            continue
+        ways = {
+            at: dataclasses.replace(
+                p,
+                split=with_resident(
+                    p.split, room * sizes[at] // sum(sizes.values()), p.not_these
+                ),
+            )
+            for at, p in parts.items()
+        }
+        kept = [p.split.resident for p in ways.values()]
+        if any(kept) and kept not in tried:
+            tried.append(kept)
+            yield ways
+        if sum(len(p.split.graph.tasks) for p in parts.values()) > _SOME_TASKS:
+            break
+
+
+def _planned(ways: dict[int, _Part], at: int, gpu_bytes: int, how: How) -> Straight:
+    """A part under its plan, in what it and the others leave it."""
+    part = ways[at]
+    others = sum(p.kept_bytes for other, p in ways.items() if other != at)
+    budget = Budget(gpu_bytes).beside(part.beside + others)
+    return planned(part.split, budget, dataclasses.replace(how, strategy=part.strategy))
+
+
+def _with_figures(made: Straight, before: Straight, kept_bytes: int) -> Straight:
+    measured = before.plan.measured
+    plan = dataclasses.replace(made.plan, kept_bytes=kept_bytes, measured=measured)
+    return dataclasses.replace(made, plan=plan)
+
+
+def _chain_of(
+    chain: Chain, made: dict[int, Straight], ways: dict[int, _Part], kept_bytes: int
+) -> Chain:
+    """The chain with other programs in some of its stages."""
+    stages = tuple(
+        dataclasses.replace(stage, program=made.get(at, stage.program))
+        for at, stage in enumerate(chain.stages)
+    )
+    own = [ways[at].kept_bytes if at in ways else 0 for at in range(len(stages))]
+    names = [plan.name for plan in chain.plan.pieces]
+    plans = [stage.program.plan for stage in stages]
+    plan = dataclasses.replace(
+        together(list(zip(names, plans, strict=True)), chain.plan.gpu_bytes),
+        peak_bytes=max(
+            stage.program.plan.peak_bytes + stage.waiting + kept_bytes - mine
+            for stage, mine in zip(stages, own, strict=True)
+        ),
+        kept_bytes=kept_bytes,
+        measured=chain.plan.measured,
+    )
+    return dataclasses.replace(chain, plan=plan, stages=stages)

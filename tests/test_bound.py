@@ -1,0 +1,87 @@
+"""The time that no plan can beat: true for every plan, and reached by some."""
+
+import pytest
+from hypothesis import given, settings, strategies as st
+from support import GraphBuilder, taskgraphs
+
+from jturnip.graph.taskgraph import Place, TaskGraph
+from jturnip.planner import bound
+from jturnip.planner.bound import least_seconds
+from jturnip.planner.planner import plan, smallest_budget
+from jturnip.planner.strategies import STRATEGIES
+from jturnip.runtime.schedule import Link, schedule
+from jturnip.runtime.simulated import simulate
+
+
+# A byte a second each way, so that bytes are seconds.
+RATE = 1.0
+
+
+def simulated_seconds(graph: TaskGraph, gpu_bytes: int, strategy: str = "turnip") -> float:
+    link = Link(RATE, RATE)
+    ready = schedule(graph, plan(graph, gpu_bytes, strategy), link)
+    return simulate(ready, strategy, link).seconds
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_no_plan_beats_it(strategy: str, data: st.DataObject):
+    graph = data.draw(taskgraphs())
+    least = smallest_budget(graph)
+    everything = sum(b.nbytes for b in graph.buffers) + least
+    budget = data.draw(st.integers(least, everything))
+    rates = [data.draw(st.sampled_from([1e2, 1e4, 1e6])) for _ in range(2)]
+    link = Link(*rates)
+    ready = schedule(graph, plan(graph, budget, strategy), link)
+    seconds = simulate(ready, strategy, link).seconds
+    assert least_seconds(graph, budget, *rates) <= seconds * (1 + 1e-9)
+
+
+def test_the_link_waits_for_the_first_result_and_computing_for_the_first_weight():
+    # In: 4 s, three tasks of 1 s, out: 2 s each. The first result is there after 5 s.
+    g = GraphBuilder()
+    weight = g.input(4)
+    results = [g.task([weight], 2, seconds=1.0)[0] for _ in range(3)]
+    graph = g.build(outputs=results, end_on_host=results)
+    assert least_seconds(graph, 100_000, RATE, RATE) == 4 + 1 + 3 * 2
+    assert simulated_seconds(graph, 100_000) == 4 + 1 + 3 * 2
+
+
+def test_computing_follows_the_last_weight():
+    # A chain: each weight takes 3 s, its task 1 s. The last weight is there after 12 s.
+    g = GraphBuilder()
+    x = g.input(1, start=Place.DEVICE)
+    for _ in range(4):
+        (x,) = g.task([x, g.input(3)], 1, seconds=1.0)
+    graph = g.build(outputs=[x])
+    assert least_seconds(graph, 100_000, RATE, RATE) == 4 * 3 + 1
+    assert simulated_seconds(graph, 100_000) == 4 * 3 + 1
+
+
+def test_what_the_budget_cannot_hold_in_the_middle_crosses_again():
+    """Four values are read after a task that waits for all of them, and reads none."""
+    g = GraphBuilder()
+    x = g.input(256, start=Place.DEVICE)
+    made = [g.task([x], 1024, 256) for _ in range(4)]
+    (middle,) = g.task([token for _, token in made], 256)
+    (y,) = g.task([middle, made[0][0]], 256)
+    for value, _ in made[1:]:
+        (y,) = g.task([y, value], 256)
+    graph = g.build(outputs=[y])
+    assert least_seconds(graph, 4 * 1024 + 256, RATE, RATE) == 0
+    # Room for two of the four, and for what the middle writes.
+    assert least_seconds(graph, 2 * 1024 + 256, RATE, RATE) == 2 * 1024
+
+
+def test_many_tasks_have_sums_only(monkeypatch: pytest.MonkeyPatch):
+    g = GraphBuilder()
+    weight = g.input(4)
+    results = [g.task([weight], 2, seconds=1.0)[0] for _ in range(3)]
+    graph = g.build(outputs=results, end_on_host=results)
+    monkeypatch.setattr(bound, "_MOST", 2)
+    assert least_seconds(graph, 100_000, RATE, RATE) == 6
+
+
+def test_nothing_takes_no_time():
+    assert least_seconds(TaskGraph((), (), ()), 0, RATE, RATE) == 0

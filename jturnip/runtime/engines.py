@@ -299,7 +299,7 @@ class DeviceEngines:
 
     def _wait_for(self, op: int, array: Any, put: Callable[[], None] | None = None) -> None:
         """Lets a thread push `op` when `array` is ready, and put where it belongs."""
-        if put is None and type(array) is compat.array_type() and array.is_ready():
+        if put is None and _is_ready(array):
             self._queue.push(op)  # a small copy is over before a thread could look
             return
 
@@ -331,12 +331,15 @@ class DeviceEngines:
         link, nbytes = self._link, self._program.schedule.moves[op]
         assert link is not None
         to_host, now = source is not None, time.perf_counter()
+        arrays = [source, array] if to_host else [array]
+        if put is None and all(map(_is_ready, arrays)):
+            link.deliver(op, nbytes, to_host, now)
+            return
 
         def deliver(error: BaseException | None, ready: float) -> None:
             self._note(op, error, put)
             link.deliver(op, nbytes, to_host, ready if to_host else now)
 
-        arrays = [source, array] if to_host else [array]
         self._submit(op, waiters.Job(arrays, deliver))
 
     def _submit(self, op: int, job: waiters.Job) -> None:
@@ -385,6 +388,11 @@ class DeviceEngines:
             what = f"the {node.kind.value} of {buffer.name or f'buffer {buffer.id}'}"
             what += f" ({buffer.nbytes} bytes)"
         return ExecutionError(f"{what} failed: {error}")
+
+
+def _is_ready(array: Any) -> bool:
+    """Whether an array is known to be there, and to be none that failed."""
+    return type(array) is compat.array_type() and array.is_ready()
 
 
 def _called(step: Step, operands: Sequence[Any], *token: jax.Array) -> Sequence[Any]:

@@ -83,23 +83,20 @@ def keeping(
 
 
 def _parts(program: Straight | Chain, not_these: frozenset[int]) -> dict[int, _Part]:
-    """The parts of which something may stay, by their stage."""
+    """The parts that can be planned beside what stays, by their stage."""
     if isinstance(program, Straight):
-        found = {0: _part(program, 0, not_these)}
-    else:
-        inputs = program.flat.inputs
-        changing = {inputs[i] for i in not_these}
-        same = frozenset(inputs) - changing
-        found = {
-            at: _part(
-                stage.program,
-                stage.waiting,
-                frozenset(i for i, v in enumerate(stage.reads) if v not in same),
-            )
-            for at, stage in enumerate(program.stages)
-            if isinstance(stage.program, Straight)
-        }
-    return {at: p for at, p in found.items() if same_each_time(p.split, p.not_these)}
+        return {0: _part(program, 0, not_these)}
+    inputs = program.flat.inputs
+    same = frozenset(inputs) - {inputs[i] for i in not_these}
+    return {
+        at: _part(
+            stage.program,
+            stage.waiting,
+            frozenset(i for i, v in enumerate(stage.reads) if v not in same),
+        )
+        for at, stage in enumerate(program.stages)
+        if isinstance(stage.program, Straight)
+    }
 
 
 def _part(program: Straight, beside: int, not_these: frozenset[int]) -> _Part:
@@ -109,7 +106,7 @@ def _part(program: Straight, beside: int, not_these: frozenset[int]) -> _Part:
 
 
 def _fixed_bytes(program: Straight | Chain) -> int:
-    """What stages need in which nothing stays but what they put there themselves."""
+    """What stages need that are left as they are planned."""
     if isinstance(program, Straight):
         return 0
     return max(
@@ -124,11 +121,14 @@ def _fixed_bytes(program: Straight | Chain) -> int:
 
 def _ways(parts: dict[int, _Part], most: int, arena: int) -> Iterator[dict[int, _Part]]:
     """The same parts with arrays that stay: more first, and no more than `most` bytes."""
-    choices = {at: same_each_time(p.split, p.not_these) for at, p in parts.items()}
     sizes = {
-        at: sum(padded(parts[at].split.graph.buffers[b].nbytes) for b in choice)
-        for at, choice in choices.items()
+        at: sum(
+            padded(p.split.graph.buffers[b].nbytes)
+            for b in same_each_time(p.split, p.not_these)
+        )
+        for at, p in parts.items()
     }
+    total = sum(sizes.values())
     tried: list[Sequence[Sequence[int]]] = []
     for reserve in (
         lambda needed: needed * 5 // 4,
@@ -137,14 +137,12 @@ def _ways(parts: dict[int, _Part], most: int, arena: int) -> Iterator[dict[int, 
     ):
         left = (arena - p.beside - reserve(p.needed) for p in parts.values())
         room = min([most, *left])
-        if not parts or room <= 0:
+        if not total or room <= 0:
             continue
         ways = {
             at: dataclasses.replace(
                 p,
-                split=with_resident(
-                    p.split, room * sizes[at] // sum(sizes.values()), p.not_these
-                ),
+                split=with_resident(p.split, room * sizes[at] // total, p.not_these),
             )
             for at, p in parts.items()
         }

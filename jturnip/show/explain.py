@@ -64,7 +64,9 @@ def _limits(plan: Plan, run: RunReport) -> str:
             else f"with {moved} a call takes {format_seconds(bound)} at least, {tasks}"
         )
         return f"{what} limits it: {how}; {predicted} are predicted for a call."
-    ideal = "the tasks alone" if by_compute else "tasks and copies, each as early as can be,"
+    ideal = (
+        "the tasks alone" if by_compute else "tasks and copies, each as early as can be,"
+    )
     return (
         f"Memory limits it: {ideal} would take {format_seconds(bound)}, and {predicted} are"
         f" predicted, because for {format_seconds(run.stall_seconds)} no task can run: what"

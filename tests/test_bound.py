@@ -38,6 +38,38 @@ def test_no_plan_beats_it(strategy: str, data: st.DataObject):
     assert least_seconds(graph, budget, *rates) <= seconds * (1 + 1e-9)
 
 
+@st.composite
+def with_a_waist(draw: st.DrawFn) -> TaskGraph:
+    """Values that are read after a task which waits for all that came before it."""
+    g = GraphBuilder()
+    x = g.input(draw(st.integers(1, 1024)))
+    kib = st.integers(1, 8).map(lambda n: n * 1024)
+    made = [
+        g.task([x], draw(kib), 256, seconds=draw(st.floats(0, 2)))
+        for _ in range(draw(st.integers(2, 6)))
+    ]
+    (y,) = g.task([token for _, token in made], 256)
+    for value, _ in draw(st.permutations(made)):
+        weights = [g.input(draw(kib)) for _ in range(draw(st.integers(0, 1)))]
+        (y,) = g.task([y, value, *weights], 256, seconds=draw(st.floats(0, 2)))
+    return g.build(outputs=[y], end_on_host=[y] if draw(st.booleans()) else [])
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_no_plan_beats_it_where_the_budget_is_less_than_what_waits(
+    strategy: str, data: st.DataObject
+):
+    graph = data.draw(with_a_waist())
+    budget = smallest_budget(graph) + data.draw(st.integers(0, 8 * 1024))
+    link = Link(*[data.draw(st.sampled_from([1e3, 1e4])) for _ in range(2)])
+    ready = schedule(graph, plan(graph, budget, strategy), link)
+    seconds = simulate(ready, strategy, link).seconds
+    rates = link.h2d_bytes_per_second, link.d2h_bytes_per_second
+    assert least_seconds(graph, budget, *rates) <= seconds * (1 + 1e-9)
+
+
 def test_the_link_waits_for_the_first_result_and_computing_for_the_first_weight():
     # In: 4 s, three tasks of 1 s, out: 2 s each. The first result is there after 5 s.
     g = GraphBuilder()

@@ -109,7 +109,7 @@ class _Around:
             for p in self.parents[t]:
                 self.read_after[p] |= self.read_after[t] | reads[t]
         # Buffers that surely have been written when a task ends.
-        made = np.array([writer.get(b.id, -1) for b in graph.buffers])
+        made = np.array([writer.get(b.id, -1) for b in graph.buffers], int)
         upto = self.before | np.eye(tasks, dtype=bool)
         self.known = np.where(made < 0, True, upto[:, np.maximum(made, 0)])
 

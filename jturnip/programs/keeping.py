@@ -11,9 +11,12 @@ from dataclasses import dataclass
 
 from jturnip import placement
 from jturnip.errors import DoesNotFit, HostMemoryError
-from jturnip.placement import Budget
+from jturnip.frontend.values import Window
+from jturnip.graph.plan import Plan
+from jturnip.placement import Budget, Whose
 from jturnip.planner.planner import smallest_budget
 from jturnip.programs.chains import together
+from jturnip.programs.places import argument_bytes
 from jturnip.programs.planning import planned
 from jturnip.programs.records import Chain, How, Program, Split, Straight
 from jturnip.programs.splitting import same_each_time, with_resident
@@ -34,7 +37,8 @@ class _Part:
     """Tasks of a program under one plan."""
 
     split: Split
-    strategy: str
+    # As it is planned for one call.
+    plan: Plan
     # Device bytes that others take while it runs, and the fewest that it needs.
     beside: int
     needed: int
@@ -42,10 +46,15 @@ class _Part:
     not_these: frozenset[int]
 
     @property
-    def kept_bytes(self) -> int:
-        """Device bytes of what stays."""
-        buffers = self.split.graph.buffers
-        return sum(padded(buffers[b].nbytes) for b in self.split.resident)
+    def kept(self) -> dict[tuple[int, Window | None], int]:
+        """Device bytes of what stays, by the value and the part of it."""
+        split = self.split
+        value_of = {split.buffers[v]: (v, None) for v, _ in split.flat.constants}
+        value_of.update((split.buffers[v], (v, None)) for v in split.flat.inputs)
+        parts = {split.buffers[s.value]: (s.source, s.window) for s in split.flat.slices}
+        of_buffer = {**value_of, **parts}
+        sizes = split.graph.buffers
+        return {of_buffer[b]: padded(sizes[b].nbytes) for b in split.resident}
 
 
 def keeping(
@@ -65,17 +74,19 @@ def keeping(
     parts = _parts(program, frozenset(not_these))
     arena = placement.arena_bytes(gpu_bytes, program.given.device.platform)
     found: list[Program] = [program]
-    for ways in _ways(parts, arena - _fixed_bytes(program), arena):
+    most = arena - max(_fixed_bytes(program), _bytes_at_end(program))
+    before = _straight(program)
+    for ways in _ways(parts, most, arena):
         with contextlib.suppress(DoesNotFit, HostMemoryError):
             made = {at: _planned(ways, at, gpu_bytes, how) for at in ways}
-            kept_bytes = sum(part.kept_bytes for part in ways.values())
+            if any(made[at].ends_on_host != before[at].ends_on_host for at in made):
+                continue  # results that stayed on the device would be in host memory
             again = (
-                _with_figures(made[0], program, kept_bytes)
+                _with_kept(made[0], _all_kept(ways))
                 if isinstance(program, Straight)
-                else _chain_of(program, made, ways, kept_bytes)
+                else _chain_of(program, made, ways)
             )
-            fits = again.plan.peak_bytes <= max(arena, program.plan.peak_bytes)
-            if fits and again.ends_on_host == program.ends_on_host:
+            if again.plan.peak_bytes <= max(arena, program.plan.peak_bytes):
                 found.append(again)
     fastest = min(made.plan.predicted_seconds for made in found)
     fast = [p for p in found if p.plan.predicted_seconds <= fastest * _AS_FAST]
@@ -84,25 +95,32 @@ def keeping(
 
 def _parts(program: Straight | Chain, not_these: frozenset[int]) -> dict[int, _Part]:
     """The parts that can be planned beside what stays, by their stage."""
+    straight = _straight(program)
     if isinstance(program, Straight):
         return {0: _part(program, 0, not_these)}
-    inputs = program.flat.inputs
-    same = frozenset(inputs) - {inputs[i] for i in not_these}
+    held = enumerate(zip(program.flat.inputs, program.arguments.whose, strict=True))
+    same = {v for i, (v, w) in held if w is Whose.CALLER_HOST and i not in not_these}
     return {
         at: _part(
-            stage.program,
-            stage.waiting,
-            frozenset(i for i, v in enumerate(stage.reads) if v not in same),
+            made,
+            program.stages[at].waiting,
+            frozenset(i for i, v in enumerate(program.stages[at].reads) if v not in same),
         )
-        for at, stage in enumerate(program.stages)
-        if isinstance(stage.program, Straight)
+        for at, made in straight.items()
     }
 
 
+def _straight(program: Straight | Chain) -> dict[int, Straight]:
+    """The programs of tasks, by their stage."""
+    if isinstance(program, Straight):
+        return {0: program}
+    programs = ((at, stage.program) for at, stage in enumerate(program.stages))
+    return {at: p for at, p in programs if isinstance(p, Straight)}
+
+
 def _part(program: Straight, beside: int, not_these: frozenset[int]) -> _Part:
-    split = program.split
-    needed = smallest_budget(split.graph)
-    return _Part(split, program.plan.strategy, beside, needed, not_these)
+    needed = smallest_budget(program.split.graph)
+    return _Part(program.split, program.plan, beside, needed, not_these)
 
 
 def _fixed_bytes(program: Straight | Chain) -> int:
@@ -116,6 +134,20 @@ def _fixed_bytes(program: Straight | Chain) -> int:
             if not isinstance(stage.program, Straight)
         ),
         default=0,
+    )
+
+
+def _bytes_at_end(program: Straight | Chain) -> int:
+    """What is on the device after a call beside what stays: what the caller has there, what
+    is closed over, and results, also those that only come back after the last task."""
+    flat = program.flat
+    there = argument_bytes(flat, program.given, (Whose.CALLER_DEVICE,))
+    there += sum(program.constants.values())
+    given = set(flat.inputs)
+    return there + sum(
+        padded(flat.type_of(output).nbytes)
+        for at, output in enumerate(flat.outputs)
+        if at not in program.to_host and output not in given
     )
 
 
@@ -157,26 +189,34 @@ def _ways(parts: dict[int, _Part], most: int, arena: int) -> Iterator[dict[int, 
 def _planned(ways: dict[int, _Part], at: int, gpu_bytes: int, how: How) -> Straight:
     """A part under its plan, in what it and the others leave it."""
     part = ways[at]
-    others = sum(p.kept_bytes for other, p in ways.items() if other != at)
+    others = _all_kept(ways) - sum(part.kept.values())
     budget = Budget(gpu_bytes).beside(part.beside + others)
-    return planned(part.split, budget, dataclasses.replace(how, strategy=part.strategy))
-
-
-def _with_figures(made: Straight, before: Straight, kept_bytes: int) -> Straight:
-    measured = before.plan.measured
-    plan = dataclasses.replace(made.plan, kept_bytes=kept_bytes, measured=measured)
+    how = dataclasses.replace(how, strategy=part.plan.strategy)
+    made = planned(part.split, budget, how)
+    # The times of its tasks are what they were.
+    plan = dataclasses.replace(made.plan, measured=part.plan.measured)
     return dataclasses.replace(made, plan=plan)
 
 
-def _chain_of(
-    chain: Chain, made: dict[int, Straight], ways: dict[int, _Part], kept_bytes: int
-) -> Chain:
+def _all_kept(ways: dict[int, _Part]) -> int:
+    """Device bytes of what stays for any of the parts; they share copies."""
+    kept = {key: nbytes for part in ways.values() for key, nbytes in part.kept.items()}
+    return sum(kept.values())
+
+
+def _with_kept(made: Straight, kept_bytes: int) -> Straight:
+    plan = dataclasses.replace(made.plan, kept_bytes=kept_bytes)
+    return dataclasses.replace(made, plan=plan)
+
+
+def _chain_of(chain: Chain, made: dict[int, Straight], ways: dict[int, _Part]) -> Chain:
     """The chain with other programs in some of its stages."""
+    kept_bytes = _all_kept(ways)
     stages = tuple(
         dataclasses.replace(stage, program=made.get(at, stage.program))
         for at, stage in enumerate(chain.stages)
     )
-    own = [ways[at].kept_bytes if at in ways else 0 for at in range(len(stages))]
+    own = [sum(ways[at].kept.values()) if at in ways else 0 for at in range(len(stages))]
     names = [plan.name for plan in chain.plan.pieces]
     plans = [stage.program.plan for stage in stages]
     plan = dataclasses.replace(

@@ -154,9 +154,9 @@ def _figures(
 ) -> Plan:
     h2d, d2h = figures.moved_bytes(graph, memgraph)
     rates = link.h2d_bytes_per_second, link.d2h_bytes_per_second
-    bound = max(
-        least_seconds(graph, memgraph.gpu_bytes, *rates), h2d / rates[0], d2h / rates[1]
-    )
+    least = least_seconds(graph, memgraph.gpu_bytes, *rates)
+    # The simulator adds the same numbers in another order.
+    bound = min(run.seconds, max(least, h2d / rates[0], d2h / rates[1]))
     return Plan(
         gpu_bytes=gpu_bytes,
         peak_bytes=peak_bytes,

@@ -123,7 +123,8 @@ class ProgramRunner:
             raise
 
     def _run(self, leaves: Sequence[Any]) -> Any:
-        """The same, of who has the lock. What goes wrong in it clears its frame."""
+        """The same, for who has the lock. Nothing is held by `run` itself, whose frame an
+        error keeps."""
         self._turn.alone(self)
         if any(self._in_places):
             leaves = list(map(memory.placed, leaves, self._in_places))

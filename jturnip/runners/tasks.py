@@ -114,30 +114,44 @@ class SplitRunner:
           leaves: the flat arguments; others than `resident_arguments` may be None.
           kept: what is there already, and stays.
         """
-        copies: dict[int, Any] = {}
-        moved = 0
+        sources = {r.instance: r.source(leaves) for r in self._resident}
+        copies = {i: kept.copy_of(source) for i, source in sources.items()}
+        missing = [r for r in self._resident if copies[r.instance] is None]
+        on_host, moved = self._on_host(missing, leaves), 0
         with jax.transfer_guard("allow"):
-            for r in self._resident:
-                source = r.source(leaves)
-                copy = kept.copy_of(source)
-                if copy is None:
-                    array = self._read(r, leaves)
-                    copy = memory.transferred(array, self._program.device_sharding)
-                    kept.keep(source, copy)
-                    moved += array.nbytes
+            for r in missing:
+                array = on_host[r.instance]
+                copy = memory.transferred(array, self._program.device_sharding)
+                kept.keep(sources[r.instance], copy)
                 copies[r.instance] = copy
+                moved += array.nbytes
         return Held(copies, moved)
 
-    def _read(self, resident: "_Resident", leaves: Sequence[Any]) -> Any:
-        """An array in host memory of which there is to be a copy, or its part."""
-        at, window = resident.argument, resident.window
+    def _on_host(
+        self, residents: Sequence["_Resident"], leaves: Sequence[Any]
+    ) -> dict[int, Any]:
+        """Arrays in host memory, or parts of them, of which there are to be copies; by
+        instance. Each array is looked at once for all of its parts."""
+        of_source: dict[tuple[int | None, int], list[_Resident]] = {}
+        for r in residents:
+            of_source.setdefault((r.argument, id(r.closed_over)), []).append(r)
+        arrays: dict[int, Any] = {}
+        for same in of_source.values():
+            whole = self._whole(same[0], leaves)
+            cuts = {r.instance: r.window for r in same if r.window is not None}
+            arrays.update((r.instance, whole) for r in same if r.window is None)
+            if cuts:
+                arrays.update(zip(cuts, parts_of(whole, list(cuts.values())), strict=True))
+        return arrays
+
+    def _whole(self, resident: "_Resident", leaves: Sequence[Any]) -> Any:
+        """The array in host memory that is copied, or of which parts are."""
+        at = resident.argument
         if at is None:
             assert resident.closed_over is not None
-            whole = resident.closed_over.array
-        else:
-            _, whose = self._arguments[at]
-            (whole,) = memory.in_their_places([leaves[at]], [whose], self._device)
-        return whole if window is None else parts_of(whole, [window])[0]
+            return resident.closed_over.array
+        _, whose = self._arguments[at]
+        return memory.in_their_places([leaves[at]], [whose], self._device)[0]
 
     def leave(self) -> None:
         """Lets go of closed-over arrays; a run puts them in their places again."""

@@ -332,15 +332,15 @@ class DeviceEngines:
         assert link is not None
         to_host, now = source is not None, time.perf_counter()
         arrays = [source, array] if to_host else [array]
-        if put is None and all(map(_is_ready, arrays)):
-            link.deliver(op, nbytes, to_host, now)
-            return
 
         def deliver(error: BaseException | None, ready: float) -> None:
             self._note(op, error, put)
             link.deliver(op, nbytes, to_host, ready if to_host else now)
 
-        self._submit(op, waiters.Job(arrays, deliver))
+        if put is None and all(map(_is_ready, arrays)):
+            deliver(_failure_of(array), now)
+        else:
+            self._submit(op, waiters.Job(arrays, deliver))
 
     def _submit(self, op: int, job: waiters.Job) -> None:
         self._waiting[op] = job
@@ -391,8 +391,17 @@ class DeviceEngines:
 
 
 def _is_ready(array: Any) -> bool:
-    """Whether an array is known to be there, and to be none that failed."""
+    """Whether an array is known to be there, or to have failed."""
     return type(array) is compat.array_type() and array.is_ready()
+
+
+def _failure_of(ready: jax.Array) -> Exception | None:
+    """What went wrong with an array that is ready."""
+    try:
+        ready.block_until_ready()
+    except Exception as error:
+        return error
+    return None
 
 
 def _called(step: Step, operands: Sequence[Any], *token: jax.Array) -> Sequence[Any]:

@@ -47,14 +47,19 @@ class _Part:
 
     @property
     def kept(self) -> dict[tuple[int, Window | None], int]:
-        """Device bytes of what stays, by the value and the part of it."""
+        """Bytes of what stays, by the value and the part of it."""
         split = self.split
         value_of = {split.buffers[v]: (v, None) for v, _ in split.flat.constants}
         value_of.update((split.buffers[v], (v, None)) for v in split.flat.inputs)
         parts = {split.buffers[s.value]: (s.source, s.window) for s in split.flat.slices}
         of_buffer = {**value_of, **parts}
         sizes = split.graph.buffers
-        return {of_buffer[b]: padded(sizes[b].nbytes) for b in split.resident}
+        return {of_buffer[b]: sizes[b].nbytes for b in split.resident}
+
+    @property
+    def kept_on_device(self) -> int:
+        """The bytes it takes there."""
+        return sum(map(padded, self.kept.values()))
 
 
 def keeping(
@@ -82,7 +87,7 @@ def keeping(
             if any(made[at].ends_on_host != before[at].ends_on_host for at in made):
                 continue  # results that stayed on the device would be in host memory
             again = (
-                _with_kept(made[0], _all_kept(ways))
+                _with_kept(made[0], sum(_all_kept(ways)))
                 if isinstance(program, Straight)
                 else _chain_of(program, made, ways)
             )
@@ -189,7 +194,7 @@ def _ways(parts: dict[int, _Part], most: int, arena: int) -> Iterator[dict[int, 
 def _planned(ways: dict[int, _Part], at: int, gpu_bytes: int, how: How) -> Straight:
     """A part under its plan, in what it and the others leave it."""
     part = ways[at]
-    others = _all_kept(ways) - sum(part.kept.values())
+    others = sum(map(padded, _all_kept(ways))) - part.kept_on_device
     budget = Budget(gpu_bytes).beside(part.beside + others)
     how = dataclasses.replace(how, strategy=part.plan.strategy)
     made = planned(part.split, budget, how)
@@ -198,10 +203,10 @@ def _planned(ways: dict[int, _Part], at: int, gpu_bytes: int, how: How) -> Strai
     return dataclasses.replace(made, plan=plan)
 
 
-def _all_kept(ways: dict[int, _Part]) -> int:
-    """Device bytes of what stays for any of the parts; they share copies."""
+def _all_kept(ways: dict[int, _Part]) -> list[int]:
+    """Bytes of each array that stays for any of the parts; they share copies."""
     kept = {key: nbytes for part in ways.values() for key, nbytes in part.kept.items()}
-    return sum(kept.values())
+    return list(kept.values())
 
 
 def _with_kept(made: Straight, kept_bytes: int) -> Straight:
@@ -211,21 +216,22 @@ def _with_kept(made: Straight, kept_bytes: int) -> Straight:
 
 def _chain_of(chain: Chain, made: dict[int, Straight], ways: dict[int, _Part]) -> Chain:
     """The chain with other programs in some of its stages."""
-    kept_bytes = _all_kept(ways)
+    kept = _all_kept(ways)
+    kept_on_device = sum(map(padded, kept))
     stages = tuple(
         dataclasses.replace(stage, program=made.get(at, stage.program))
         for at, stage in enumerate(chain.stages)
     )
-    own = [sum(ways[at].kept.values()) if at in ways else 0 for at in range(len(stages))]
+    own = [ways[at].kept_on_device if at in ways else 0 for at in range(len(stages))]
     names = [plan.name for plan in chain.plan.pieces]
     plans = [stage.program.plan for stage in stages]
     plan = dataclasses.replace(
         together(list(zip(names, plans, strict=True)), chain.plan.gpu_bytes),
         peak_bytes=max(
-            stage.program.plan.peak_bytes + stage.waiting + kept_bytes - mine
+            stage.program.plan.peak_bytes + stage.waiting + kept_on_device - mine
             for stage, mine in zip(stages, own, strict=True)
         ),
-        kept_bytes=kept_bytes,
+        kept_bytes=sum(kept),
         measured=chain.plan.measured,
     )
     return dataclasses.replace(chain, plan=plan, stages=stages)

@@ -43,7 +43,7 @@ def least_seconds(
     comes_in = [b.id for b in graph.buffers if b.start is Place.HOST and b.id in read]
     goes_out = [b.id for b in graph.buffers if b.end_on_host and b.id in writer]
     into, out = sizes / h2d_bytes_per_second, sizes / d2h_bytes_per_second
-    sums = max(compute.sum(), into[comes_in].sum(), out[goes_out].sum(), 0.0)
+    sums = max(compute.sum(), into[comes_in].sum(), out[goes_out].sum())
     if not graph.tasks or max(len(graph.tasks), len(graph.buffers)) > _MOST:
         return float(sums)
     around = _Around(graph, writer)

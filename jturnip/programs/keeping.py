@@ -8,11 +8,11 @@ import contextlib
 import dataclasses
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from jturnip import placement
 from jturnip.errors import DoesNotFit, HostMemoryError
 from jturnip.frontend.values import Window
-from jturnip.graph.plan import Plan
 from jturnip.placement import Budget, Whose
 from jturnip.planner.planner import smallest_budget
 from jturnip.programs.chains import together
@@ -34,27 +34,22 @@ _SOME_TASKS = 1000
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Tasks of a program under one plan."""
+    """Tasks of a program, with arrays that stay between calls."""
 
-    split: Split
     # As it is planned for one call.
-    plan: Plan
-    # Device bytes that others take while it runs, and the fewest that it needs.
+    before: Straight
+    # With what stays.
+    split: Split
+    # Device bytes that others take while it runs.
     beside: int
-    needed: int
     # Positions of arguments that are not the same each time.
     not_these: frozenset[int]
 
     @property
     def kept(self) -> dict[tuple[int, Window | None], int]:
         """Bytes of what stays, by the value and the part of it."""
-        split = self.split
-        value_of = {split.buffers[v]: (v, None) for v, _ in split.flat.constants}
-        value_of.update((split.buffers[v], (v, None)) for v in split.flat.inputs)
-        parts = {split.buffers[s.value]: (s.source, s.window) for s in split.flat.slices}
-        of_buffer = {**value_of, **parts}
-        sizes = split.graph.buffers
-        return {of_buffer[b]: sizes[b].nbytes for b in split.resident}
+        sizes = self.split.graph.buffers
+        return {p: sizes[b].nbytes for b, p in self.split.resident_parts.items()}
 
     @property
     def kept_on_device(self) -> int:
@@ -80,16 +75,17 @@ def keeping(
     arena = placement.arena_bytes(gpu_bytes, program.given.device.platform)
     found: list[Program] = [program]
     most = arena - max(_fixed_bytes(program), _bytes_at_end(program))
-    before = _straight(program)
     for ways in _ways(parts, most, arena):
         with contextlib.suppress(DoesNotFit, HostMemoryError):
             made = {at: _planned(ways, at, gpu_bytes, how) for at in ways}
-            if any(made[at].ends_on_host != before[at].ends_on_host for at in made):
+            if any(
+                made[at].ends_on_host != p.before.ends_on_host for at, p in ways.items()
+            ):
                 continue  # results that stayed on the device would be in host memory
             again = (
-                _with_kept(made[0], sum(_all_kept(ways)))
-                if isinstance(program, Straight)
-                else _chain_of(program, made, ways)
+                _chain_of(program, made, ways)
+                if isinstance(program, Chain)
+                else _with_figures(made[0], kept_bytes=sum(_all_kept(ways)))
             )
             if again.plan.peak_bytes <= max(arena, program.plan.peak_bytes):
                 found.append(again)
@@ -100,32 +96,16 @@ def keeping(
 
 def _parts(program: Straight | Chain, not_these: frozenset[int]) -> dict[int, _Part]:
     """The parts that can be planned beside what stays, by their stage."""
-    straight = _straight(program)
     if isinstance(program, Straight):
-        return {0: _part(program, 0, not_these)}
+        return {0: _Part(program, program.split, 0, not_these)}
     held = enumerate(zip(program.flat.inputs, program.arguments.whose, strict=True))
     same = {v for i, (v, w) in held if w is Whose.CALLER_HOST and i not in not_these}
+    others = lambda reads: frozenset(i for i, v in enumerate(reads) if v not in same)
     return {
-        at: _part(
-            made,
-            program.stages[at].waiting,
-            frozenset(i for i, v in enumerate(program.stages[at].reads) if v not in same),
-        )
-        for at, made in straight.items()
+        at: _Part(made, made.split, stage.waiting, others(stage.reads))
+        for at, stage in enumerate(program.stages)
+        if isinstance(made := stage.program, Straight)
     }
-
-
-def _straight(program: Straight | Chain) -> dict[int, Straight]:
-    """The programs of tasks, by their stage."""
-    if isinstance(program, Straight):
-        return {0: program}
-    programs = ((at, stage.program) for at, stage in enumerate(program.stages))
-    return {at: p for at, p in programs if isinstance(p, Straight)}
-
-
-def _part(program: Straight, beside: int, not_these: frozenset[int]) -> _Part:
-    needed = smallest_budget(program.split.graph)
-    return _Part(program.split, program.plan, beside, needed, not_these)
 
 
 def _fixed_bytes(program: Straight | Chain) -> int:
@@ -166,15 +146,18 @@ def _ways(parts: dict[int, _Part], most: int, arena: int) -> Iterator[dict[int, 
         for at, p in parts.items()
     }
     total = sum(sizes.values())
+    if not total:
+        return
+    needed = {at: smallest_budget(p.split.graph) for at, p in parts.items()}
     tried: list[Sequence[Sequence[int]]] = []
     for reserve in (
         lambda needed: needed * 5 // 4,
         lambda needed: needed * 2,
         lambda needed: max(needed * 2, arena // _STREAMED),
     ):
-        left = (arena - p.beside - reserve(p.needed) for p in parts.values())
+        left = (arena - p.beside - reserve(needed[at]) for at, p in parts.items())
         room = min([most, *left])
-        if not total or room <= 0:
+        if room <= 0:
             continue
         ways = {
             at: dataclasses.replace(
@@ -196,11 +179,10 @@ def _planned(ways: dict[int, _Part], at: int, gpu_bytes: int, how: How) -> Strai
     part = ways[at]
     others = sum(map(padded, _all_kept(ways))) - part.kept_on_device
     budget = Budget(gpu_bytes).beside(part.beside + others)
-    how = dataclasses.replace(how, strategy=part.plan.strategy)
-    made = planned(part.split, budget, how)
+    how = dataclasses.replace(how, strategy=part.before.plan.strategy)
     # The times of its tasks are what they were.
-    plan = dataclasses.replace(made.plan, measured=part.plan.measured)
-    return dataclasses.replace(made, plan=plan)
+    measured = part.before.plan.measured
+    return _with_figures(planned(part.split, budget, how), measured=measured)
 
 
 def _all_kept(ways: dict[int, _Part]) -> list[int]:
@@ -209,9 +191,8 @@ def _all_kept(ways: dict[int, _Part]) -> list[int]:
     return list(kept.values())
 
 
-def _with_kept(made: Straight, kept_bytes: int) -> Straight:
-    plan = dataclasses.replace(made.plan, kept_bytes=kept_bytes)
-    return dataclasses.replace(made, plan=plan)
+def _with_figures(made: Straight, **figures: Any) -> Straight:
+    return dataclasses.replace(made, plan=dataclasses.replace(made.plan, **figures))
 
 
 def _chain_of(chain: Chain, made: dict[int, Straight], ways: dict[int, _Part]) -> Chain:

@@ -18,7 +18,7 @@ from jturnip.compiler.executables import Executable, Trials
 from jturnip.compiler.report import CompileReport
 from jturnip.frontend import tables
 from jturnip.frontend.partition import Group
-from jturnip.frontend.values import FlatJaxpr, Parts
+from jturnip.frontend.values import FlatJaxpr, Parts, Window
 from jturnip.graph.plan import Plan
 from jturnip.graph.taskgraph import BufferId, TaskGraph
 from jturnip.hardware import Accelerator
@@ -49,6 +49,16 @@ class Split:
     to_host: frozenset[int]
     # Buffers that start in host memory, and are put on the device for many runs.
     resident: tuple[BufferId, ...] = ()
+
+    @property
+    def resident_parts(self) -> dict[BufferId, tuple[int, Window | None]]:
+        """What each of those is: a value, and which part of it, None for all."""
+        flat = self.flat
+        whole = (*(v for v, _ in flat.constants), *flat.inputs)
+        of_buffer = {self.buffers[v]: (v, None) for v in whole}
+        parts = {self.buffers[s.value]: (s.source, s.window) for s in flat.slices}
+        every = {**of_buffer, **parts}
+        return {b: every[b] for b in self.resident}
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,8 @@ from jturnip.graph.report import RunReport
 from jturnip.memory import device_bytes
 from jturnip.placement import Wanted
 from jturnip.runners.failures import let_go
-from jturnip.runners.pieces import ChainRunner, HeldByStages
-from jturnip.runners.tasks import Held, Rest, SplitRunner
+from jturnip.runners.pieces import ChainRunner, HeldByStages, Outermost
+from jturnip.runners.tasks import Held, Rest
 from jturnip.runtime.turns import Turn
 
 
@@ -36,8 +36,6 @@ class Runner(Protocol):
         ...
 
 
-# What runs a whole function: it may keep arrays on the device between its calls.
-Outermost: TypeAlias = SplitRunner | ChainRunner
 # Makes such a piece that does not keep the arguments at these positions.
 Keeping: TypeAlias = Callable[[frozenset[int]], Outermost]
 

@@ -4,7 +4,7 @@ import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import jax
 import numpy as np
@@ -58,15 +58,6 @@ def make_piece(program: Program, link: SimulatedLink | None) -> Piece:
     if isinstance(program, Rows):
         return RowsRunner(program)
     return ChainRunner(program, link)
-
-
-def make_outermost(
-    program: Program, link: SimulatedLink | None
-) -> "SplitRunner | ChainRunner":
-    """What runs the program of a whole function."""
-    piece = make_piece(program, link)
-    assert isinstance(piece, SplitRunner | ChainRunner)
-    return piece
 
 
 class LoopRunner:
@@ -300,14 +291,15 @@ class ChainRunner:
                 values.may_share.add(v)
         del placed
         gathered, first_op = Gathered(), 0
+        held_bytes = held.nbytes
         for at, (stage, piece) in enumerate(self._stages):
-            run = piece.run
-            if isinstance(piece, SplitRunner):
-                run = functools.partial(piece.run, held=held.stages.get(at))
-            beside = self._run_stage(stage, run, values) + held.bytes_beside(at)
+            run, own_bytes = piece.run, 0
+            if isinstance(piece, SplitRunner) and at in held.stages:
+                run = functools.partial(piece.run, held=held.stages[at])
+                own_bytes = device_bytes(held.stages[at].copies.values())
+            beside = self._run_stage(stage, run, values) + held_bytes - own_bytes
             gathered.add(_ran(piece), first_op, beside)
-            at_rest = stage.constants + values.bytes_beside(()) + held.nbytes
-            gathered.at_rest(at_rest)
+            gathered.at_rest(stage.constants + values.bytes_beside(()) + held_bytes)
             first_op += piece.plan.op_count
         self.last_run = gathered.report()
         return [
@@ -380,15 +372,20 @@ class HeldByStages:
     @property
     def nbytes(self) -> int:
         """Device bytes of all copies."""
-        return device_bytes(self._copies())
+        return device_bytes(
+            copy for held in self.stages.values() for copy in held.copies.values()
+        )
 
-    def bytes_beside(self, at: int) -> int:
-        """The same without those that one stage has itself."""
-        own = self.stages[at].copies.values() if at in self.stages else ()
-        return self.nbytes - device_bytes(own)
 
-    def _copies(self) -> list[Any]:
-        return [copy for held in self.stages.values() for copy in held.copies.values()]
+# What runs a whole function: it may keep arrays on the device between its calls.
+Outermost: TypeAlias = SplitRunner | ChainRunner
+
+
+def make_outermost(program: Program, link: SimulatedLink | None) -> Outermost:
+    """What runs the program of a whole function."""
+    piece = make_piece(program, link)
+    assert isinstance(piece, Outermost)
+    return piece
 
 
 class _Values:

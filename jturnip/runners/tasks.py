@@ -404,19 +404,16 @@ class _Resident:
 def _residents(
     split: Split, start: dict[int, int], closed_over: Sequence[tuple[int, Any]]
 ) -> tuple[_Resident, ...]:
-    flat, buffers = split.flat, split.buffers
+    flat = split.flat
     whole: dict[int, tuple[int | None, memory.ClosedOver | None]] = {
         v: (at, None) for at, v in enumerate(flat.inputs)
     }
     for (v, _), (_, array) in zip(flat.constants, closed_over, strict=True):
         whole[v] = None, array
-    parts = {cut.value: (cut.source, cut.window) for cut in flat.slices}
-    value_of = {buffers[v]: v for v in (*whole, *parts)}
-    found = []
-    for b in split.resident:
-        source, window = parts.get(value_of[b], (value_of[b], None))
-        found.append(_Resident(start[b], *whole[source], window))
-    return tuple(found)
+    return tuple(
+        _Resident(start[b], *whole[source], window)
+        for b, (source, window) in split.resident_parts.items()
+    )
 
 
 class Origin(enum.Enum):

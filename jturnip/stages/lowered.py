@@ -255,18 +255,15 @@ class Lowered:
         step = 0.03
         while True:
             refused = int(least * (1 - step))
-            refusal = self._refused_in(refused, kept)
-            if refusal is not None:
-                least = min(least, refusal.needed_bytes)
+            if self._refused_in(refused, kept) is not None:
                 break
             least, step = refused, min(2 * step, 0.5)
         while refused < int(least * 0.97):
             middle = max(refused + 1, min(int((refused * least) ** 0.5), int(least * 0.97)))
-            refusal = self._refused_in(middle, kept)
-            if refusal is None:
+            if self._refused_in(middle, kept) is None:
                 least = middle
-            else:  # what it asks for works
-                refused, least = middle, min(least, refusal.needed_bytes)
+            else:
+                refused = middle
         return least
 
     def _refused_in(self, gpu_bytes: int, kept: list[Any]) -> DoesNotFit | None:

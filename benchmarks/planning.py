@@ -67,7 +67,7 @@ def _planned(graph: TaskGraph, budget: float) -> Any:
         graph=graph, arguments=SimpleNamespace(device=jax.devices()[0])
     )
     gpu_bytes = int(budget * total_bytes(graph))
-    return make_plan(stub, gpu_bytes, "turnip", None)[0]
+    return make_plan(stub, gpu_bytes, "turnip", None)[1]
 
 
 def _growth(graphs: list[TaskGraph], seconds: list[list[float]]) -> float:

@@ -58,6 +58,8 @@ class Plan:
     pieces: "tuple[Plan, ...]" = field(default=(), repr=False)
     # Whether the times of its tasks were measured, and not only expected from their shapes.
     measured: bool = False
+    # The order of its tasks, a key of `planner.orders.ORDERS`; "" is the program's own.
+    task_order: str = ""
     # The run that the simulator predicts; None where the function runs whole or in pieces.
     predicted_run: RunReport | None = field(default=None, repr=False)
     # What a larger budget would buy; None as above.
@@ -105,6 +107,7 @@ class Plan:
                 "predicted_seconds",
                 "lower_bound_seconds",
                 "strategy",
+                "task_order",
             )
         }
         plain = memgraph_to_json_dict(self.taskgraph, self.memgraph)

@@ -1,5 +1,7 @@
 """Figures of a plan that follow from its MemGraph alone."""
 
+import itertools
+
 from jturnip.graph.memgraph import MemGraph, OpKind
 from jturnip.graph.taskgraph import TaskGraph
 
@@ -40,3 +42,11 @@ def moved_bytes(graph: TaskGraph, memgraph: MemGraph) -> tuple[int, int]:
         if op.kind in moved:
             moved[op.kind] += graph.buffers[memgraph.instances[op.reads[0]].buffer].nbytes
     return moved[OpKind.RELOAD], moved[OpKind.OFFLOAD]
+
+
+def reach_bytes(memgraph: MemGraph) -> int:
+    """Where the highest of its bytes end: no order of the ops has more in use at once."""
+    slots = (i.ranges for i in memgraph.instances)
+    workspaces = (op.workspace for op in memgraph.ops)
+    ranges = itertools.chain.from_iterable((*slots, *workspaces))
+    return max((begin + nbytes for begin, nbytes in ranges), default=0)

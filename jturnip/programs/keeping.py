@@ -14,11 +14,12 @@ from jturnip import placement
 from jturnip.errors import DoesNotFit, HostMemoryError
 from jturnip.frontend.values import Window
 from jturnip.placement import Budget, Whose
+from jturnip.planner import figures
 from jturnip.planner.planner import smallest_budget
 from jturnip.programs.chains import together
 from jturnip.programs.places import argument_bytes
 from jturnip.programs.planning import planned
-from jturnip.programs.records import Chain, How, Program, Split, Straight
+from jturnip.programs.records import Chain, How, Program, Split, Straight, straight_parts
 from jturnip.programs.splitting import same_each_time, with_resident
 from jturnip.units import padded
 
@@ -109,17 +110,19 @@ def _parts(program: Straight | Chain, not_these: frozenset[int]) -> dict[int, _P
 
 
 def _fixed_bytes(program: Straight | Chain) -> int:
-    """What stages need that are left as they are planned."""
+    """What stages may take that are left as they are planned."""
     if isinstance(program, Straight):
         return 0
-    return max(
-        (
-            stage.program.plan.peak_bytes + stage.waiting
-            for stage in program.stages
-            if not isinstance(stage.program, Straight)
-        ),
-        default=0,
-    )
+    left = [s for s in program.stages if not isinstance(s.program, Straight)]
+    return max((_most_bytes(s.program) + s.waiting for s in left), default=0)
+
+
+def _most_bytes(program: Program) -> int:
+    """What a program may take on the device, in whatever order its tasks run: that can be
+    more than in the planned order, though never more than what it was planned in."""
+    plans = [part.plan for part in straight_parts(program)]
+    more = (figures.reach_bytes(p.memgraph) - p.peak_bytes for p in plans)
+    return program.plan.peak_bytes + max(more, default=0)
 
 
 def _bytes_at_end(program: Straight | Chain) -> int:
@@ -180,9 +183,10 @@ def _planned(ways: dict[int, _Part], at: int, gpu_bytes: int, how: How) -> Strai
     others = sum(map(padded, _all_kept(ways))) - part.kept_on_device
     budget = Budget(gpu_bytes).beside(part.beside + others)
     how = dataclasses.replace(how, strategy=part.before.plan.strategy)
-    # The times of its tasks are what they were.
-    measured = part.before.plan.measured
-    return _with_figures(planned(part.split, budget, how), measured=measured)
+    # The times and the order of its tasks are what they were.
+    before = part.before.plan
+    made = planned(part.split, budget, how)
+    return _with_figures(made, measured=before.measured, task_order=before.task_order)
 
 
 def _all_kept(ways: dict[int, _Part]) -> list[int]:

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from jturnip import placement
@@ -15,7 +15,7 @@ from jturnip.graph.plan import Plan
 from jturnip.graph.report import RunReport
 from jturnip.graph.taskgraph import TaskGraph
 from jturnip.placement import Budget, Whose
-from jturnip.planner import figures
+from jturnip.planner import figures, orders
 from jturnip.planner.bound import least_seconds
 from jturnip.planner.planner import plan as make_memgraph, smallest_budget
 from jturnip.planner.verify import verify
@@ -29,14 +29,16 @@ from jturnip.runtime.simulated import simulate
 from jturnip.units import format_bytes, padded
 
 
-# What `auto` plans and simulates; the paper's alone beyond this many tasks, since there
-# planning takes seconds.
+# What `auto` plans and simulates, in the order of the program and in others; the paper's
+# alone beyond so many tasks, since there planning takes seconds.
 _PROMISING = ("turnip", "ahead", "layerwise", "fixed_order")
+_PROMISING_REORDERED = ("turnip", "ahead")
 _MANY_TASKS = 20_000
+_MANY_TO_REORDER = 5_000
 
 
 # The paper's free order adapts to what really happens, which no prediction knows: another
-# strategy must be predicted to take no more than this share of its time.
+# strategy or order must be predicted to take no more than this share of its time.
 _CLEARLY = 0.97
 
 
@@ -72,11 +74,11 @@ def measure(candidate: Split, trials: Trials) -> Split:
 
 def planned(split: Split, budget: Budget, how: How) -> Straight:
     """Tasks with their plan, as the user chose to have it made; raises as `make_plan`."""
-    plan, ready = make_plan(
+    tasks, plan, ready = make_plan(
         split, budget.room, how.strategy, how.link, how.accelerator is None
     )
     plan = dataclasses.replace(plan, measured=how.trials is not None)
-    return Straight(split, plan, ready)
+    return Straight(in_order(split, tasks), plan, ready)
 
 
 def make_plan(
@@ -85,40 +87,119 @@ def make_plan(
     strategy: str,
     over: SimulatedLink | Link | None,
     runs_here: bool = True,
-) -> tuple[Plan, Schedule]:
-    """Plans by one strategy, or by the one that the simulator finds fastest; verifies.
+) -> tuple[Sequence[int], Plan, Schedule]:
+    """Plans by one strategy in the order in which the tasks stand, or ("auto") by the
+    strategy and in the order that the simulator finds fastest; verifies.
+
+    Returns:
+      The order of the tasks, the plan, and what runs it.
 
     Raises:
       HostMemoryError: where it is to run here, and the host cannot hold what must leave
         the device.
     """
-    graph, device = candidate.graph, candidate.arguments.device
+    device = candidate.arguments.device
     link = link_of(device, over)
-    names = (strategy,) if strategy != "auto" else _promising(graph)
     arena = placement.arena_bytes(gpu_bytes, device.platform)
-    best: tuple[RunReport, MemGraph, Schedule] | None = None
     with _without_cycle_collection():
-        for name in names:
-            found = _simulated(graph, arena, name, link)
-            if best is None or found[0].seconds < _CLEARLY * best[0].seconds:
-                best = found
-        assert best is not None
-        run, memgraph, ready = best
-        peak = verify(graph, memgraph)
-        plan = _figures(graph, memgraph, gpu_bytes, peak, run, link)
+        if strategy == "auto":
+            found = fastest(candidate.graph, arena, link, candidate.program_order)
+        else:
+            tasks = range(len(candidate.graph.tasks))
+            found = _simulated(candidate.graph, tasks, "", arena, strategy, link)
+        peak = verify(found.graph, found.memgraph)
+        plan = _figures(found, gpu_bytes, peak, link)
     if runs_here:
         _check_host(plan, candidate)
-    others = _OtherBudgets(graph, run.strategy, link, device.platform)
-    return dataclasses.replace(plan, others=others), ready
+    others = _OtherBudgets(found.graph, found.run.strategy, link, device.platform)
+    return found.tasks, dataclasses.replace(plan, others=others), found.schedule
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A plan by one strategy in one order, and its run as the simulator predicts it."""
+
+    # Which task of the graph as it was given comes when; the name of that order; and the
+    # graph in it.
+    tasks: Sequence[int]
+    order: str
+    graph: TaskGraph
+    memgraph: MemGraph
+    schedule: Schedule
+    run: RunReport
+
+
+def fastest(
+    graph: TaskGraph, arena: int, link: Link, program_order: Sequence[int] = ()
+) -> _Found:
+    """The plan of those that are promising which the simulator finds fastest.
+
+    Args:
+      graph: what is to be computed.
+      arena: device bytes.
+      link: what the transfer engines are expected to do.
+      program_order: where each task stands in the program, if not where it stands here.
+    """
+    rates = link.h2d_bytes_per_second, link.d2h_bytes_per_second
+    least = least_seconds(graph, arena, *rates)
+    best: _Found | None = None
+    for tasks, order, strategy in _promising(graph, arena, program_order):
+        found = _simulated(graph, tasks, order, arena, strategy, link)
+        if best is None or found.run.seconds < _CLEARLY * best.run.seconds:
+            best = found
+        if _CLEARLY * best.run.seconds <= least:
+            break  # nothing could be clearly faster
+    assert best is not None
+    return best
+
+
+def _promising(
+    graph: TaskGraph, arena: int, program_order: Sequence[int]
+) -> Iterator[tuple[Sequence[int], str, str]]:
+    """Orders of the tasks, each with its name and a strategy to try in it."""
+    program = orders.back_to(program_order) if program_order else range(len(graph.tasks))
+    for strategy in _PROMISING if len(graph.tasks) <= _MANY_TASKS else _PROMISING[:1]:
+        yield program, "", strategy
+    if len(graph.tasks) > _MANY_TO_REORDER:
+        return
+    known = [tuple(program)]
+    graph = orders.reordered(graph, program)
+    for name in orders.ORDERS:
+        tasks = tuple(program[t] for t in orders.order(graph, arena, name))
+        if tasks not in known:
+            known.append(tasks)
+            for strategy in _PROMISING_REORDERED:
+                yield tasks, name, strategy
 
 
 def _simulated(
-    graph: TaskGraph, arena: int, strategy: str, link: Link
-) -> tuple[RunReport, MemGraph, Schedule]:
-    """A plan by one strategy, and its run as the simulator predicts it."""
+    graph: TaskGraph,
+    tasks: Sequence[int],
+    order: str,
+    arena: int,
+    strategy: str,
+    link: Link,
+) -> _Found:
+    graph = orders.reordered(graph, tasks)
     memgraph = make_memgraph(graph, arena, strategy)
     ready = schedule(graph, memgraph, link)
-    return simulate(ready, strategy, link), memgraph, ready
+    run = simulate(ready, strategy, link)
+    return _Found(tasks, order, graph, memgraph, ready, run)
+
+
+def in_order(split: Split, tasks: Sequence[int]) -> Split:
+    """The same with its tasks in another valid order."""
+    if tuple(tasks) == tuple(range(len(tasks))):
+        return split
+    places = split.program_order or range(len(tasks))
+    program_order = tuple(places[t] for t in tasks)
+    return dataclasses.replace(
+        split,
+        groups=tuple(split.groups[t] for t in tasks),
+        numbers=tuple(split.numbers[t] for t in tasks),
+        graph=orders.reordered(split.graph, tasks),
+        program_order=program_order if program_order != tuple(sorted(places)) else (),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,21 +218,13 @@ class _OtherBudgets:
     def seconds_in(self, gpu_bytes: int) -> float:
         arena = placement.arena_bytes(gpu_bytes, self.platform)
         with _without_cycle_collection():
-            return _simulated(self.graph, arena, self.strategy, self.link)[0].seconds
+            tasks = range(len(self.graph.tasks))
+            found = _simulated(self.graph, tasks, "", arena, self.strategy, self.link)
+            return found.run.seconds
 
 
-def _promising(graph: TaskGraph) -> tuple[str, ...]:
-    return _PROMISING if len(graph.tasks) <= _MANY_TASKS else _PROMISING[:1]
-
-
-def _figures(
-    graph: TaskGraph,
-    memgraph: MemGraph,
-    gpu_bytes: int,
-    peak_bytes: int,
-    run: RunReport,
-    link: Link,
-) -> Plan:
+def _figures(found: _Found, gpu_bytes: int, peak_bytes: int, link: Link) -> Plan:
+    graph, memgraph, run = found.graph, found.memgraph, found.run
     h2d, d2h = figures.moved_bytes(graph, memgraph)
     rates = link.h2d_bytes_per_second, link.d2h_bytes_per_second
     least = least_seconds(graph, memgraph.gpu_bytes, *rates)
@@ -167,6 +240,7 @@ def _figures(
         predicted_run=run,
         lower_bound_seconds=bound,
         strategy=run.strategy,
+        task_order=found.order,
         taskgraph=graph,
         memgraph=memgraph,
     )

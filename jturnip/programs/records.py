@@ -49,6 +49,8 @@ class Split:
     to_host: frozenset[int]
     # Buffers that start in host memory, and are put on the device for many runs.
     resident: tuple[BufferId, ...] = ()
+    # Where each task stands in the program; empty where they stand in its order.
+    program_order: tuple[int, ...] = ()
 
     @property
     def resident_parts(self) -> dict[BufferId, tuple[int, Window | None]]:
@@ -266,6 +268,20 @@ class Chain:
 
 
 Program: TypeAlias = Straight | Loop | Choice | Rows | Chain
+
+
+def straight_parts(program: Program) -> list[Straight]:
+    """All plans of tasks in a program, however deep."""
+    if isinstance(program, Straight):
+        return [program]
+    inside: tuple[Program, ...] = ()
+    if isinstance(program, Loop):
+        inside = program.condition, program.body
+    elif isinstance(program, Choice):
+        inside = program.branches
+    elif isinstance(program, Chain):
+        inside = tuple(stage.program for stage in program.stages)
+    return [part for each in inside for part in straight_parts(each)]
 
 
 def all_constants(programs: Iterable[Program]) -> dict[int, int]:

@@ -17,6 +17,7 @@ from absl import app, flags
 
 from benchmarks import (
     axes,
+    batches,
     calls,
     growth,
     layers,
@@ -140,6 +141,7 @@ SECTIONS: dict[str, Callable[[Sizes], Section]] = {
         s.link, s.pair, s.predicted, s.link_rounds
     ),
     "calls": lambda s: calls.calls(s.link, s.called, s.link_rounds),
+    "batches": lambda s: batches.batches(s.link, s.budgets, s.link_rounds),
 }
 
 

@@ -31,17 +31,20 @@ class Optimum:
         return self.found == self.least
 
 
-def fewest_bytes(graph: TaskGraph, gpu_bytes: int, seconds: float, workers: int) -> Optimum:
+def fewest_bytes(
+    graph: TaskGraph, gpu_bytes: int, known: int, seconds: float, workers: int
+) -> Optimum:
     """The fewest bytes over the link, both ways together, in any order of the tasks.
 
     Args:
       graph: what is to be computed.
       gpu_bytes: size of the arena.
+      known: what some plan moves.
       seconds: how long the solver may take.
       workers: and on how many threads.
 
     Raises:
-      ValueError: if it finds no plan in that time.
+      ValueError: if there is no plan.
     """
     ones = [1] * len(graph.tasks)
     none = [0] * len(graph.buffers)
@@ -50,7 +53,7 @@ def fewest_bytes(graph: TaskGraph, gpu_bytes: int, seconds: float, workers: int)
     model.cp.minimize(
         sum(sizes[b] * moved for b, moved in (*model.reloads, *model.offloads))
     )
-    return _solved(model.cp, seconds, workers)
+    return _solved(model.cp, known, seconds, workers)
 
 
 def shortest_time(
@@ -72,7 +75,7 @@ def shortest_time(
       workers: and on how many threads.
 
     Raises:
-      ValueError: if it finds no plan in that time.
+      ValueError: if there is no plan.
     """
     takes = [round(task.seconds) for task in graph.tasks]
     assert all(t == task.seconds for t, task in zip(takes, graph.tasks, strict=True))
@@ -82,19 +85,22 @@ def shortest_time(
     )
     model = _Model(graph, gpu_bytes, takes, moves, moves, most)
     model.cp.minimize(model.end)
-    return _solved(model.cp, seconds, workers)
+    return _solved(model.cp, most, seconds, workers)
 
 
-def _solved(cp: cp_model.CpModel, seconds: float, workers: int) -> Optimum:
+def _solved(cp: cp_model.CpModel, known: int, seconds: float, workers: int) -> Optimum:
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = seconds
     solver.parameters.num_workers = workers
     solver.parameters.random_seed = 0
     status = solver.solve(cp)
-    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        raise ValueError(f"no plan was found: {solver.status_name(status)}")
+    if status == cp_model.INFEASIBLE:
+        raise ValueError("there is no plan")
     least = math.ceil(solver.best_objective_bound - 1e-6)
-    return Optimum(round(solver.objective_value), least)
+    if status == cp_model.UNKNOWN:
+        return Optimum(known, least)
+    assert status in (cp_model.OPTIMAL, cp_model.FEASIBLE), solver.status_name(status)
+    return Optimum(min(round(solver.objective_value), known), least)
 
 
 @dataclass(slots=True)

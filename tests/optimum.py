@@ -161,7 +161,7 @@ def compared(kind: str, seed: int, seconds: float = 20.0, workers: int = 2) -> R
     moved = min(sum(figures.moved_bytes(graph, p)) for p in every)
     most = int(min(found.run.seconds, in_order))
     shortest = exact.shortest_time(graph, budget, UNIT, most, seconds, workers)
-    fewest = exact.fewest_bytes(graph, budget, seconds, workers)
+    fewest = exact.fewest_bytes(graph, budget, moved, seconds, workers)
     bound = least_seconds(graph, budget, UNIT, UNIT)
     assert bound <= shortest.found * (1 + 1e-9), f"{kind} {seed}: the bound is no bound"
     assert fewest.least <= moved, f"{kind} {seed}: a plan moves less than possible"

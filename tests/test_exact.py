@@ -19,6 +19,8 @@ from tests import exact, optimum
 
 
 SECONDS, WORKERS = 20.0, 1
+# More than any plan here takes or moves.
+MANY = 1 << 30
 
 
 def shortest(graph: TaskGraph, gpu_bytes: int, most: int = 1000) -> int:
@@ -47,7 +49,9 @@ def test_what_there_is_no_room_for_comes_again():
     # Each of three reloads, and its task after it; with room for both, two before the last.
     assert shortest(graph, 1024 + 512, 10_000) == 3 * (1024 + 100)
     assert shortest(graph, 2048 + 512, 10_000) == 2 * 1024 + 2 * 100
-    least = lambda gpu_bytes: exact.fewest_bytes(graph, gpu_bytes, SECONDS, WORKERS).found
+    least = lambda gpu_bytes: (
+        exact.fewest_bytes(graph, gpu_bytes, MANY, SECONDS, WORKERS).found
+    )
     assert least(1024 + 512) == 3 * 1024
     assert least(2048 + 512) == 2 * 1024
 
@@ -56,7 +60,7 @@ def test_a_budget_too_small_has_no_plan():
     g = GraphBuilder()
     (x,) = g.task([g.input(1024)], 256)
     with pytest.raises(ValueError, match="no plan"):
-        exact.fewest_bytes(g.build([x]), 1024, SECONDS, WORKERS)
+        exact.fewest_bytes(g.build([x]), 1024, MANY, SECONDS, WORKERS)
 
 
 class State(NamedTuple):
@@ -127,7 +131,7 @@ def test_the_fewest_bytes_are_those_of_a_plain_search(seed: int):
     graph = random_taskgraph(rng, rng.randint(1, 3))
     graph = optimum.in_units(graph)
     budget = smallest_budget(graph) + optimum.UNIT * rng.choice([0, 1, 2, 4, 8])
-    found = exact.fewest_bytes(graph, budget, SECONDS, WORKERS)
+    found = exact.fewest_bytes(graph, budget, MANY, SECONDS, WORKERS)
     assert found.proven
     assert found.found == fewest_by_search(graph, budget)
 

@@ -213,14 +213,26 @@ class Partitioner:
     def _joined(
         self, segments: list[tuple[int, int]], largest: int
     ) -> list[tuple[int, int]]:
-        """Joins neighbours of which one is too small for a launch of its own."""
+        """Joins neighbours of which one is too small for a launch of its own.
+
+        What begins something new, and what comes next goes on with, is left for that: a
+        task with the end of one batch and the beginning of another would make the one wait
+        for the other.
+        """
         joined: list[tuple[int, int]] = []
         before: Segment | None = None
         small_before = alone_before = False
-        for begin, end in segments:
+        for (begin, end), after in itertools.zip_longest(segments, segments[1:]):
             own = Segment(self._model, begin, end)
             small, alone = self._is_small(own), self._is_alone(begin, end)
-            if before is not None and (small or small_before) and not alone_before & alone:
+            begins = (
+                before is not None
+                and after is not None
+                and not self._reads_from((before.begin, begin), (begin, end))
+                and self._reads_from((begin, end), after)
+            )
+            small_enough = small_before or (small and not begins)
+            if before is not None and small_enough and not alone_before & alone:
                 before.grow(end)
                 alone_before |= alone
                 if before.shared <= largest:
@@ -230,6 +242,15 @@ class Partitioner:
             joined.append((begin, end))
             before, small_before, alone_before = own, small, alone
         return joined
+
+    def _reads_from(self, earlier: tuple[int, int], later: tuple[int, int]) -> bool:
+        """Whether some equation reads what an earlier one of another segment writes."""
+        begin, end = earlier
+        return any(
+            begin <= self._position.get(self._writer.get(v, -1), -1) < end
+            for e in self._order[slice(*later)]
+            for v in self._reads[e]
+        )
 
     def _is_alone(self, begin: int, end: int) -> bool:
         """Whether it has work of which a task may have only one."""

@@ -42,15 +42,15 @@ def test_there_is_a_way_back(places: list[int]):
     assert [places[t] for t in back_to(places)] == list(range(8))
 
 
-def microbatches(layers: int, batches: int) -> TaskGraph:
-    """Each batch goes through all layers; their weights are far larger than its values."""
+def microbatches(layers: int, batches: int, nbytes: int = KIB) -> TaskGraph:
+    """Each batch goes through all layers; their weights are larger than its values."""
     g = GraphBuilder()
     weights = [g.input(64 * KIB) for _ in range(layers)]
     results = []
     for _ in range(batches):
-        x = g.input(KIB)
+        x = g.input(nbytes)
         for weight in weights:
-            (x,) = g.task([x, weight], KIB, seconds=1e-6)
+            (x,) = g.task([x, weight], nbytes, seconds=1e-6)
         results.append(x)
     return g.build(results)
 
@@ -83,6 +83,20 @@ def test_the_fastest_order_is_taken_and_the_programs_own_where_it_is_as_good():
     assert moved > 4 * weights
     # A link so fast that only the tasks' time counts.
     assert fastest(graph, budget, Link(1e15, 1e15)).order == ""
+
+
+def test_an_order_that_the_host_has_no_memory_for_is_not_taken():
+    graph, link = microbatches(layers=4, batches=6, nbytes=32 * KIB), Link(1e9, 1e9)
+    budget = 2 * 64 * KIB + 8 * KIB
+    away = lambda found: figures.host_peak_bytes(found.graph, found.memgraph)
+    found = fastest(graph, budget, link)
+    assert found.order == "reuse"
+    limited = fastest(graph, budget, link, host_bytes=away(found) - 1)
+    assert limited.order == ""
+    assert away(limited) < away(found)
+    assert limited.run.seconds > found.run.seconds
+    # Where no plan keeps to it, there is one to speak of.
+    assert fastest(graph, budget, link, host_bytes=-1).order == ""
 
 
 def test_tasks_that_were_moved_are_planned_from_the_program_again():

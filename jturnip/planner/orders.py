@@ -55,6 +55,8 @@ def order(graph: TaskGraph, gpu_bytes: int, name: str) -> tuple[TaskId, ...]:
 
 def reordered(graph: TaskGraph, tasks: Sequence[int]) -> TaskGraph:
     """The same graph with its tasks in another valid order; ids are positions there."""
+    if all(t == at for at, t in enumerate(tasks)):
+        return graph
     moved = (replace(graph.tasks[t], id=TaskId(at)) for at, t in enumerate(tasks))
     return replace(graph, tasks=tuple(moved))
 

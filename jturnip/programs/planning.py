@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import gc
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -101,16 +102,22 @@ def make_plan(
     device = candidate.arguments.device
     link = link_of(device, over)
     arena = placement.arena_bytes(gpu_bytes, device.platform)
+    host_bytes, why = _host_room(candidate) if runs_here else (math.inf, "")
     with _without_cycle_collection():
         if strategy == "auto":
-            found = fastest(candidate.graph, arena, link, candidate.program_order)
+            places = candidate.program_order
+            found = fastest(candidate.graph, arena, link, places, host_bytes)
         else:
             tasks = range(len(candidate.graph.tasks))
             found = _simulated(candidate.graph, tasks, "", arena, strategy, link)
         peak = verify(found.graph, found.memgraph)
         plan = _figures(found, gpu_bytes, peak, link)
-    if runs_here:
-        _check_host(plan, candidate)
+    if plan.host_bytes > host_bytes:
+        raise HostMemoryError(
+            f"what must leave the device takes {format_bytes(plan.host_bytes)} of host"
+            f" memory; {why}. Raise gpu_bytes above {format_bytes(plan.gpu_bytes)}, or free"
+            " host memory."
+        )
     others = _OtherBudgets(found.graph, found.run.strategy, link, device.platform)
     return found.tasks, dataclasses.replace(plan, others=others), found.schedule
 
@@ -130,7 +137,11 @@ class _Found:
 
 
 def fastest(
-    graph: TaskGraph, arena: int, link: Link, program_order: Sequence[int] = ()
+    graph: TaskGraph,
+    arena: int,
+    link: Link,
+    program_order: Sequence[int] = (),
+    host_bytes: float = math.inf,
 ) -> _Found:
     """The plan of those that are promising which the simulator finds fastest.
 
@@ -139,18 +150,24 @@ def fastest(
       arena: device bytes.
       link: what the transfer engines are expected to do.
       program_order: where each task stands in the program, if not where it stands here.
+      host_bytes: what may leave the device at once; where no plan keeps to that, the first
+        is returned.
     """
     rates = link.h2d_bytes_per_second, link.d2h_bytes_per_second
     least = least_seconds(graph, arena, *rates)
+    first: _Found | None = None
     best: _Found | None = None
     for tasks, order, strategy in _promising(graph, arena, program_order):
         found = _simulated(graph, tasks, order, arena, strategy, link)
+        first = first or found
+        if figures.host_peak_bytes(found.graph, found.memgraph) > host_bytes:
+            continue
         if best is None or found.run.seconds < _CLEARLY * best.run.seconds:
             best = found
         if _CLEARLY * best.run.seconds <= least:
             break  # nothing could be clearly faster
-    assert best is not None
-    return best
+    assert first is not None
+    return best or first
 
 
 def _promising(
@@ -246,17 +263,17 @@ def _figures(found: _Found, gpu_bytes: int, peak_bytes: int, link: Link) -> Plan
     )
 
 
-def _check_host(plan: Plan, candidate: Split) -> None:
-    device, needed = candidate.arguments.device, plan.host_bytes
-    if device.platform != "cpu":  # the CPU backend takes numpy's memory as it is
-        needed += argument_bytes(candidate.flat, candidate.arguments, (Whose.OURS_HOST,))
+def _host_room(candidate: Split) -> tuple[int, str]:
+    """The bytes of host memory for what must leave the device, and why no more."""
+    device = candidate.arguments.device
     limit, why = placement.host_bytes_limit(device)
-    if needed > limit:
-        raise HostMemoryError(
-            f"what must leave the device takes {format_bytes(needed)} of host memory; {why}"
-            f" is {format_bytes(limit)}. Raise gpu_bytes above"
-            f" {format_bytes(plan.gpu_bytes)}, or free host memory."
-        )
+    given = 0
+    if device.platform != "cpu":  # the CPU backend takes numpy's memory as it is
+        given = argument_bytes(candidate.flat, candidate.arguments, (Whose.OURS_HOST,))
+    why += f" is {format_bytes(limit)}"
+    if given:
+        why += f", of which arguments take {format_bytes(given)}"
+    return limit - given, why
 
 
 @contextlib.contextmanager

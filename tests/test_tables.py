@@ -85,6 +85,32 @@ def test_only_the_rows_that_are_used_travel(fn):
     assert moved < NBYTES // 2
 
 
+def test_lookups_of_several_batches_cut_nothing():
+    """All rows first, then one plan; but rows whose numbers are computed in their turn."""
+
+    def fn(table: Any, weights: list[Any], tokens: list[Any]) -> list[Any]:
+        results = []
+        for each in tokens:
+            x = table[each]
+            for weight in weights:
+                x = jnp.tanh(x @ weight)
+            results.append(x)
+        return [*results, table[jnp.argmax(results[0], axis=-1)]]
+
+    weights = [jturnip.host(head() * k) for k in range(1, 9)]
+    tokens = [TOKENS, TOKENS + 1, TOKENS + 2]
+    want = jax.jit(fn)(table(), [np.asarray(w) for w in weights], tokens)
+    f = jturnip.jit(fn, BUDGET // 2, link=jturnip.SimulatedLink(1e8, 1e8))
+    hosted = jturnip.host(table())
+    for _ in range(2):
+        assert_same(f(hosted, weights, tokens), want)
+    pieces = [("gather" in piece.name, piece) for piece in f.last_run.plan.pieces]
+    # The numbers of rows, three lookups, all layers, and the lookup after them.
+    assert [by_host for by_host, _ in pieces] == [False, True, True, True, False, True]
+    assert pieces[4][1].task_order == "reuse"
+    assert pieces[4][1].h2d_bytes < 1.5 * sum(w.nbytes for w in weights)
+
+
 def test_a_donated_table_is_changed_in_place():
     f = jturnip.jit(sgd, BUDGET, donate_argnums=(0, 1))
     state: Any = f(*jturnip.host((table(), head())), TOKENS)[:2]

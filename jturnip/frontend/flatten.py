@@ -9,6 +9,7 @@
 | `results.written_once` | each result a value of its own |
 | `effects.with_tokens` | effects in the order of the program |
 | `results.live` | without what nobody needs |
+| `tables.lookups_first` | rows that the host reads, before all else |
 
 What still does not fit is cut along any axis by `blocks.cut_along_axes`, another pass of
 the same kind; `partition.py` then orders equations and draws them together into tasks.
@@ -22,6 +23,7 @@ from jturnip.frontend.inline import Condition
 from jturnip.frontend.loops import Streaming
 from jturnip.frontend.results import Forwarded, live, written_once
 from jturnip.frontend.streaming import Seen, streamed
+from jturnip.frontend.tables import lookups_first
 from jturnip.frontend.values import FlatJaxpr
 
 
@@ -51,4 +53,4 @@ def flatten(
     flat = seen.inline(closed, condition)
     if streaming is not None:
         flat = streamed(flat, streaming, forwarded, seen)
-    return live(with_tokens(written_once(still(flat), forwarded)))
+    return lookups_first(live(with_tokens(written_once(still(flat), forwarded))))

@@ -9,7 +9,7 @@ converts it does so to the rows; where it is then added to a table, the host add
 """
 
 import dataclasses
-from collections.abc import Collection, Container, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -19,12 +19,15 @@ import numpy as np
 from jax import lax
 
 from jturnip.frontend.builder import Builder
+from jturnip.frontend.costs import HEAVY
 from jturnip.frontend.values import Atom, Constant, Equation, FlatJaxpr, Type, bind
 
 
 # Equations that may be done by the host.
 HOST_READS = frozenset(("gather", "dynamic_slice"))
 HOST_WRITES = frozenset(("scatter-add", "scatter_add"))
+# Numbers of rows that are larger are not made before their turn.
+_SMALL = 64 * 1024
 
 
 def rows_by_host(flat: FlatJaxpr, tables: Collection[int]) -> FlatJaxpr:
@@ -37,6 +40,49 @@ def rows_by_host(flat: FlatJaxpr, tables: Collection[int]) -> FlatJaxpr:
         some rows of them.
     """
     return _Tables(flat, tables).result() if tables else flat
+
+
+def lookups_first(flat: FlatJaxpr) -> FlatJaxpr:
+    """The program with the rows that the host reads first, where their numbers follow from
+    the arguments by next to nothing.
+
+    What is driven stands between two plans. Several batches whose tokens are looked up one
+    after the other would be as many plans; so they are one.
+    """
+    lookups = {
+        at for at, e in enumerate(flat.equations) if e.driven and e.name in HOST_READS
+    }
+    writer = {v: at for at, e in enumerate(flat.equations) for v in e.outputs}
+    before: set[int] = set()
+    first: list[int] = []
+    for at in sorted(lookups):
+        needed = _leading_to(flat, at, writer)
+        if needed is not None:
+            before |= needed
+            first.append(at)
+    moved = [*sorted(before), *first]
+    rest = [at for at in range(len(flat.equations)) if at not in before.union(first)]
+    equations = tuple(flat.equations[at] for at in (*moved, *rest))
+    return dataclasses.replace(flat, equations=equations)
+
+
+def _leading_to(flat: FlatJaxpr, at: int, writer: Mapping[int, int]) -> set[int] | None:
+    """The equations that another depends on; None if they do more than next to nothing, or
+    more than to compute."""
+    found: set[int] = set()
+    todo = [at]
+    while todo:
+        for v in flat.equations[todo.pop()].inputs:
+            earlier = writer.get(v) if isinstance(v, int) else None
+            if earlier is None or earlier in found:
+                continue
+            e = flat.equations[earlier]
+            large = any(flat.types[output].nbytes > _SMALL for output in e.outputs)
+            if e.driven or e.effects or e.origin.effects or large or e.name in HEAVY:
+                return None
+            found.add(earlier)
+            todo.append(earlier)
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,13 @@ from hypothesis import given, settings, strategies as st
 from support import GraphBuilder, smallest_budget, taskgraphs
 
 import jturnip
-from jturnip.graph.taskgraph import TaskGraph, TaskId
+from jturnip.graph.taskgraph import Place, TaskGraph, TaskId
 from jturnip.planner import figures
 from jturnip.planner.orders import ORDERS, back_to, order, reordered
 from jturnip.planner.planner import plan
 from jturnip.programs.planning import fastest
 from jturnip.runtime.schedule import Link
+from jturnip.show import explain
 
 
 KIB = 1024
@@ -70,6 +71,19 @@ def test_results_are_used_up_soon():
     graph = g.build(updates)
     assert order(graph, 64 * KIB, "lean") == (0, 3, 1, 4, 2, 5)
     assert order(graph, 64 * KIB, "reuse") == (0, 1, 2, 3, 4, 5)
+
+
+def test_what_is_written_over_frees_nothing():
+    """Both tasks need nothing more; the second frees what only it reads."""
+    g = GraphBuilder()
+    large, small = g.input(64 * KIB, Place.DEVICE), g.input(15 * KIB, Place.DEVICE)
+    (over,) = g.task([large], 64 * KIB, overwrites=[(0, 0)])
+    (freeing,) = g.task([small], KIB)
+    assert order(g.build([over, freeing]), 128 * KIB, "lean") == (1, 0)
+
+
+def test_there_is_a_word_for_every_order():
+    assert {"", *ORDERS} == set(explain.IN_WORDS)
 
 
 def test_the_fastest_order_is_taken_and_the_programs_own_where_it_is_as_good():

@@ -111,6 +111,55 @@ def test_lookups_of_several_batches_cut_nothing():
     assert pieces[4][1].h2d_bytes < 1.5 * sum(w.nbytes for w in weights)
 
 
+def test_lookups_come_first_and_effects_in_their_order():
+    seen: list[str] = []
+
+    def fn(table: Any, weights: list[Any], tokens: Any) -> tuple[Any, Any]:
+        note = lambda what, x: jax.debug.callback(
+            lambda total: seen.append(what), x.sum(), ordered=True
+        )
+        x = table[tokens]
+        for weight in weights:
+            x = jnp.tanh(x @ weight)
+        note("layers", x)
+        y = table[tokens + 1]
+        note("lookup", y)
+        for weight in weights:
+            y = jnp.tanh(y @ weight)
+        note("layers again", y)
+        return x, y
+
+    weights = [jturnip.host(head()) for _ in range(8)]
+    want = jax.jit(fn)(table(), [np.asarray(w) for w in weights], TOKENS)
+    jax.effects_barrier()
+    expected = list(seen)
+    f = jturnip.jit(fn, BUDGET // 2, link=jturnip.SimulatedLink(1e8, 1e8))
+    for _ in range(3):
+        seen.clear()
+        assert_same(f(jturnip.host(table()), weights, TOKENS), want)
+        jax.effects_barrier()
+        assert seen == expected
+
+
+def test_rows_that_wait_are_no_more_than_the_budget():
+    """Rows of a stack by numbers that come with the call, all of it together."""
+
+    def fn(stack: Any, x: Any, start: Any) -> Any:
+        for k in range(16):
+            x = jnp.tanh(x @ jax.lax.dynamic_index_in_dim(stack, start + k, keepdims=False))
+        return x
+
+    stack = np.random.default_rng(3).normal(size=(16, WIDTH, WIDTH)).astype(np.float32) / 12
+    x = np.ones((8, WIDTH), np.float32)
+    f = jturnip.jit(fn, stack.nbytes // 4)
+    result = f(jturnip.host(stack), x, jnp.int32(0))
+    assert_same(result, jax.jit(fn)(stack, x, jnp.int32(0)))
+    lookups = [k for k, p in enumerate(f.last_run.plan.pieces) if "dynamic_slice" in p.name]
+    first = [k for at, k in enumerate(lookups) if k == lookups[0] + at]
+    assert len(lookups) == 16
+    assert len(first) * stack[0].nbytes <= stack.nbytes // 4
+
+
 def test_a_donated_table_is_changed_in_place():
     f = jturnip.jit(sgd, BUDGET, donate_argnums=(0, 1))
     state: Any = f(*jturnip.host((table(), head())), TOKENS)[:2]

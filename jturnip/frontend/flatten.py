@@ -7,9 +7,9 @@
 | `tables.rows_by_host` | (within that) rows of tables in host memory, read by the host |
 | `hints.still` | moves between memories taken out of what is left of loops |
 | `results.written_once` | each result a value of its own |
+| `tables.lookups_first` | rows that the host reads, before all else |
 | `effects.with_tokens` | effects in the order of the program |
 | `results.live` | without what nobody needs |
-| `tables.lookups_first` | rows that the host reads, before all else |
 
 What still does not fit is cut along any axis by `blocks.cut_along_axes`, another pass of
 the same kind; `partition.py` then orders equations and draws them together into tasks.
@@ -53,4 +53,7 @@ def flatten(
     flat = seen.inline(closed, condition)
     if streaming is not None:
         flat = streamed(flat, streaming, forwarded, seen)
-    return lookups_first(live(with_tokens(written_once(still(flat), forwarded))))
+    flat = written_once(still(flat), forwarded)
+    if streaming is not None:
+        flat = lookups_first(flat, streaming.arena)
+    return live(with_tokens(flat))

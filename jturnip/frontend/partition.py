@@ -215,9 +215,9 @@ class Partitioner:
     ) -> list[tuple[int, int]]:
         """Joins neighbours of which one is too small for a launch of its own.
 
-        What begins something new, and what comes next goes on with, is left for that: a
-        task with the end of one batch and the beginning of another would make the one wait
-        for the other.
+        What begins something new is left for what comes next, unless that goes on with what
+        was before: a task with the end of one batch and the beginning of another would
+        make the one wait for the other. What was itself too small is joined in any case.
         """
         joined: list[tuple[int, int]] = []
         before: Segment | None = None
@@ -225,12 +225,13 @@ class Partitioner:
         for (begin, end), after in itertools.zip_longest(segments, segments[1:]):
             own = Segment(self._model, begin, end)
             small, alone = self._is_small(own), self._is_alone(begin, end)
-            begins = (
-                before is not None
-                and after is not None
-                and not self._reads_from((before.begin, begin), (begin, end))
-                and self._reads_from((begin, end), after)
-            )
+            begins = False
+            if small and before is not None and after is not None:
+                ended = before.begin, begin
+                begins = not self._reads_from(ended, (begin, end)) and (
+                    self._reads_from((begin, end), after)
+                    or not self._reads_from(ended, after)
+                )
             small_enough = small_before or (small and not begins)
             if before is not None and small_enough and not alone_before & alone:
                 before.grow(end)

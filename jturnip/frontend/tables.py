@@ -42,47 +42,57 @@ def rows_by_host(flat: FlatJaxpr, tables: Collection[int]) -> FlatJaxpr:
     return _Tables(flat, tables).result() if tables else flat
 
 
-def lookups_first(flat: FlatJaxpr) -> FlatJaxpr:
+def lookups_first(flat: FlatJaxpr, most: int) -> FlatJaxpr:
     """The program with the rows that the host reads first, where their numbers follow from
-    the arguments by next to nothing.
+    small arguments by next to nothing.
 
     What is driven stands between two plans. Several batches whose tokens are looked up one
     after the other would be as many plans; so they are one.
+
+    Args:
+      flat: the program, without tokens: what is moved must not come between effects.
+      most: bytes of rows that may wait in host memory for their turn.
     """
-    lookups = {
-        at for at, e in enumerate(flat.equations) if e.driven and e.name in HOST_READS
-    }
     writer = {v: at for at, e in enumerate(flat.equations) for v in e.outputs}
+    light: list[bool] = []
+    for e in flat.equations:
+        earlier = (writer.get(v, -1) for v in e.inputs if isinstance(v, int))
+        light.append(_is_light(flat, e) and all(light[w] for w in earlier if w >= 0))
     before: set[int] = set()
-    first: list[int] = []
-    for at in sorted(lookups):
-        needed = _leading_to(flat, at, writer)
-        if needed is not None:
-            before |= needed
-            first.append(at)
-    moved = [*sorted(before), *first]
-    rest = [at for at in range(len(flat.equations)) if at not in before.union(first)]
+    first: dict[int, None] = {}
+    waiting = 0
+    for at, e in enumerate(flat.equations):
+        if not e.driven or e.name not in HOST_READS:
+            continue
+        leading = {writer[v] for v in e.inputs if isinstance(v, int) and v in writer}
+        rows = sum(flat.types[v].nbytes for v in e.outputs)
+        if waiting + rows <= most and all(light[w] for w in leading):
+            waiting += rows
+            first[at] = None
+            _add_with_what_leads_to(flat, leading, writer, before)
+    moved = {**dict.fromkeys(sorted(before)), **first}
+    rest = (at for at in range(len(flat.equations)) if at not in moved)
     equations = tuple(flat.equations[at] for at in (*moved, *rest))
     return dataclasses.replace(flat, equations=equations)
 
 
-def _leading_to(flat: FlatJaxpr, at: int, writer: Mapping[int, int]) -> set[int] | None:
-    """The equations that another depends on; None if they do more than next to nothing, or
-    more than to compute."""
-    found: set[int] = set()
-    todo = [at]
+def _is_light(flat: FlatJaxpr, e: Equation) -> bool:
+    """Whether an equation does next to nothing, and nothing but compute."""
+    values = (*e.outputs, *(v for v in e.inputs if isinstance(v, int)))
+    small = all(flat.types[v].nbytes <= _SMALL for v in values)
+    return small and not (e.driven or e.origin.effects or e.name in HEAVY)
+
+
+def _add_with_what_leads_to(
+    flat: FlatJaxpr, equations: Collection[int], writer: Mapping[int, int], found: set[int]
+) -> None:
+    """Adds equations to those found, and all that they depend on."""
+    todo = [at for at in equations if at not in found]
     while todo:
-        for v in flat.equations[todo.pop()].inputs:
-            earlier = writer.get(v) if isinstance(v, int) else None
-            if earlier is None or earlier in found:
-                continue
-            e = flat.equations[earlier]
-            large = any(flat.types[output].nbytes > _SMALL for output in e.outputs)
-            if e.driven or e.effects or e.origin.effects or large or e.name in HEAVY:
-                return None
-            found.add(earlier)
-            todo.append(earlier)
-    return found
+        at = todo.pop()
+        found.add(at)
+        read = (v for v in flat.equations[at].inputs if isinstance(v, int))
+        todo += [writer[v] for v in read if v in writer and writer[v] not in found]
 
 
 @dataclass(frozen=True, slots=True)

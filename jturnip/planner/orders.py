@@ -90,6 +90,8 @@ class _Scheduler:
                 self._readers[b].append(task.id)
         self._there = {b.id for b in graph.buffers if b.start is Place.DEVICE}
         self._used = sum(self._sizes[b] for b in self._there)
+        # Of tasks that could run next, as far as they are known and have not changed.
+        self._scores: dict[int, int] = {}
         # What may leave, the best first, as (minus its next reader, buffer).
         self._victims: list[tuple[int, BufferId]] = []
         for b in self._there:
@@ -103,7 +105,7 @@ class _Scheduler:
         while ready:
             at = 0
             if len(ready) > 1:
-                scores = [score(self._growth(t)) for t in ready[:_LOOKED_AT]]
+                scores = [self._score(t, score) for t in ready[:_LOOKED_AT]]
                 at = min(range(len(scores)), key=scores.__getitem__)
             t = TaskId(ready.pop(at))
             chosen.append(t)
@@ -114,16 +116,29 @@ class _Scheduler:
                     bisect.insort(ready, follower)
         return tuple(chosen)
 
+    def _score(self, t: int, score: Callable[[Growth], int]) -> int:
+        if t not in self._scores:
+            self._scores[t] = score(self._growth(t))
+        return self._scores[t]
+
+    def _changed(self, b: BufferId) -> None:
+        """Forgets the scores of what reads a buffer that came or left, or that only one
+        task is still to read."""
+        for t in self._readers[b]:
+            self._scores.pop(t, None)
+
     def _growth(self, t: int) -> Growth:
         task, sizes = self._graph.tasks[t], self._sizes
         return Growth(
             missing=sum([sizes[b] for b in task.inputs if b not in self._there]),
             new=sum([sizes[b] for b in task.new]),
-            freed=sum([sizes[b] for b in task.inputs if self._is_last_reader(b)]),
+            freed=sum([sizes[b] for b in task.inputs if self._is_freed(b, task)]),
         )
 
-    def _is_last_reader(self, b: BufferId) -> bool:
-        return len(self._readers[b]) == 1 and b not in self._needed
+    def _is_freed(self, b: BufferId, by: Task) -> bool:
+        if len(self._readers[b]) > 1 or b in self._needed:
+            return False
+        return not by.overwrites or b not in by.overwritten
 
     def _run(self, task: Task) -> None:
         arriving = [b for b in task.inputs if b not in self._there]
@@ -134,6 +149,8 @@ class _Scheduler:
         self._there.difference_update(task.overwritten)  # the results have their bytes
         for b in task.inputs:
             self._readers[b].remove(task.id)
+            if b in arriving or len(self._readers[b]) == 1:
+                self._changed(b)
         for b in chain(task.inputs, task.outputs):
             if b not in self._there or b in self._staying:
                 continue
@@ -158,6 +175,7 @@ class _Scheduler:
     def _leave(self, b: BufferId) -> None:
         self._there.remove(b)
         self._used -= self._sizes[b]
+        self._changed(b)
 
     def _offer_as_victim(self, b: BufferId) -> None:
         if b not in self._staying:

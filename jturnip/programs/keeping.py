@@ -118,11 +118,12 @@ def _fixed_bytes(program: Straight | Chain) -> int:
 
 
 def _most_bytes(program: Program) -> int:
-    """What a program may take on the device, in whatever order its tasks run: that can be
-    more than in the planned order, though never more than what it was planned in."""
+    """What a program may take on the device at most, in whatever order its tasks run: that
+    can be more than in the planned order."""
     plans = [part.plan for part in straight_parts(program)]
     more = (figures.reach_bytes(p.memgraph) - p.peak_bytes for p in plans)
-    return program.plan.peak_bytes + max(more, default=0)
+    peak, room = program.plan.peak_bytes, program.plan.gpu_bytes
+    return max(peak, min(room, peak + max(more, default=0)))
 
 
 def _bytes_at_end(program: Straight | Chain) -> int:
@@ -195,8 +196,8 @@ def _all_kept(ways: dict[int, _Part]) -> list[int]:
     return list(kept.values())
 
 
-def _with_figures(made: Straight, **figures: Any) -> Straight:
-    return dataclasses.replace(made, plan=dataclasses.replace(made.plan, **figures))
+def _with_figures(made: Straight, **fields: Any) -> Straight:
+    return dataclasses.replace(made, plan=dataclasses.replace(made.plan, **fields))
 
 
 def _chain_of(chain: Chain, made: dict[int, Straight], ways: dict[int, _Part]) -> Chain:

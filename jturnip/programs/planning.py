@@ -30,8 +30,9 @@ from jturnip.runtime.simulated import simulate
 from jturnip.units import format_bytes, padded
 
 
-# What `auto` plans and simulates, in the order of the program and in others; the paper's
-# alone beyond so many tasks, since there planning takes seconds.
+# What `auto` plans and simulates, in the order of the program and in others. Planning many
+# tasks takes seconds: beyond some number only in the program's order, and then only the
+# paper's strategy.
 _PROMISING = ("turnip", "ahead", "layerwise", "fixed_order")
 _PROMISING_REORDERED = ("turnip", "ahead")
 _MANY_TASKS = 20_000
@@ -108,8 +109,7 @@ def make_plan(
             places = candidate.program_order
             found = fastest(candidate.graph, arena, link, places, host_bytes)
         else:
-            tasks = range(len(candidate.graph.tasks))
-            found = _simulated(candidate.graph, tasks, "", arena, strategy, link)
+            found = _simulated(candidate.graph, arena, strategy, link)
         peak = verify(found.graph, found.memgraph)
         plan = _figures(found, gpu_bytes, peak, link)
     if plan.host_bytes > host_bytes:
@@ -123,7 +123,7 @@ def make_plan(
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class Found:
     """A plan by one strategy in one order, and its run as the simulator predicts it."""
 
     # Which task of the graph as it was given comes when; the name of that order; and the
@@ -142,7 +142,7 @@ def fastest(
     link: Link,
     program_order: Sequence[int] = (),
     host_bytes: float = math.inf,
-) -> _Found:
+) -> Found:
     """The plan of those that are promising which the simulator finds fastest.
 
     Args:
@@ -155,10 +155,10 @@ def fastest(
     """
     rates = link.h2d_bytes_per_second, link.d2h_bytes_per_second
     least = least_seconds(graph, arena, *rates)
-    first: _Found | None = None
-    best: _Found | None = None
+    first: Found | None = None
+    best: Found | None = None
     for tasks, order, strategy in _promising(graph, arena, program_order):
-        found = _simulated(graph, tasks, order, arena, strategy, link)
+        found = _simulated(graph, arena, strategy, link, tasks, order)
         first = first or found
         if figures.host_peak_bytes(found.graph, found.memgraph) > host_bytes:
             continue
@@ -191,17 +191,19 @@ def _promising(
 
 def _simulated(
     graph: TaskGraph,
-    tasks: Sequence[int],
-    order: str,
     arena: int,
     strategy: str,
     link: Link,
-) -> _Found:
+    tasks: Sequence[int] | None = None,
+    order: str = "",
+) -> Found:
+    """A plan by one strategy; in the order in which tasks stand, if not in another."""
+    tasks = range(len(graph.tasks)) if tasks is None else tasks
     graph = orders.reordered(graph, tasks)
     memgraph = make_memgraph(graph, arena, strategy)
     ready = schedule(graph, memgraph, link)
     run = simulate(ready, strategy, link)
-    return _Found(tasks, order, graph, memgraph, ready, run)
+    return Found(tasks, order, graph, memgraph, ready, run)
 
 
 def in_order(split: Split, tasks: Sequence[int]) -> Split:
@@ -235,12 +237,11 @@ class _OtherBudgets:
     def seconds_in(self, gpu_bytes: int) -> float:
         arena = placement.arena_bytes(gpu_bytes, self.platform)
         with _without_cycle_collection():
-            tasks = range(len(self.graph.tasks))
-            found = _simulated(self.graph, tasks, "", arena, self.strategy, self.link)
+            found = _simulated(self.graph, arena, self.strategy, self.link)
             return found.run.seconds
 
 
-def _figures(found: _Found, gpu_bytes: int, peak_bytes: int, link: Link) -> Plan:
+def _figures(found: Found, gpu_bytes: int, peak_bytes: int, link: Link) -> Plan:
     graph, memgraph, run = found.graph, found.memgraph, found.run
     h2d, d2h = figures.moved_bytes(graph, memgraph)
     rates = link.h2d_bytes_per_second, link.d2h_bytes_per_second

@@ -15,7 +15,8 @@ _NAMED = 5  # of each kind, the largest
 _PIECES = 3
 _MORE = (1.25, 1.5, 2.0, 4.0)  # budgets to look at, over the plan's own
 _GUESSED = " Times of tasks are expected from their shapes; `compile()` measures them."
-_ORDERED = {
+# Orders of the tasks (`planner.orders.ORDERS`).
+IN_WORDS = {
     "": "",
     "reuse": " Its tasks run in an order of their own: what is on the device is read as"
     " often as possible before anything else comes.",
@@ -37,7 +38,7 @@ def of_plan(plan: Plan) -> str:
     assert plan.predicted_run is not None
     guessed = "" if plan.measured else _GUESSED
     parts = [
-        _limits(plan, plan.predicted_run) + _ORDERED[plan.task_order] + guessed,
+        _limits(plan, plan.predicted_run) + IN_WORDS[plan.task_order] + guessed,
         "\n".join(_at_the_peak(plan)),
         "\n".join(_moved(plan)),
         "\n".join(_other_budgets(plan)),

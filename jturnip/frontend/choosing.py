@@ -308,10 +308,15 @@ def _into_tasks(
     crossing = stretches.writer.keys() & {*stretch.entering, *stretch.leaving}
     between = {v for v in crossing if flat.types[v].nbytes > large}
     in_pieces = {*hosted, *between} if room.apart else hosted
+    inside = frozenset(stretch.equations)
     sliced = frozenset(
-        v for v in stretch.entering if _may_be_sliced(stretches, in_pieces, stretch, v)
+        v
+        for v in stretch.entering
+        if v in in_pieces and _is_read_in_parts(stretches, stretch, inside, v)
     )
-    left = frozenset(v for v in stretch.leaving if _may_be_left(stretches, stretch, v))
+    left = frozenset(
+        v for v in stretch.leaving if _may_be_left(stretches, stretch, inside, v)
+    )
     cut = {v for v in stretch.leaving if v in stretch.dims}
     apart = frozenset(cut & between) if room.apart else frozenset[int]()
     rows = sliced | cut
@@ -367,22 +372,25 @@ def _held_apiece(stretches: Stretches, stretch: Stretch) -> list[set[int]]:
     return list(held.values())
 
 
-def _may_be_sliced(
-    stretches: Stretches, hosted: Collection[int], stretch: Stretch, v: int
+def _is_read_in_parts(
+    stretches: Stretches, stretch: Stretch, inside: frozenset[int], v: int
 ) -> bool:
-    """Whether tasks can read their parts of what enters, in host memory."""
-    return v in hosted and all(
+    """Whether all that read what enters, of the equations inside, read parts of it."""
+    equations = stretches.flat.equations
+    return all(
         (i, position) in stretch.uses
-        for i in stretch.equations
-        for position, read in enumerate(stretches.flat.equations[i].inputs)
+        for i in inside.intersection(stretches.readers.get(v, ()))
+        for position, read in enumerate(equations[i].inputs)
         if not isinstance(read, Constant) and read == v
     )
 
 
-def _may_be_left(stretches: Stretches, stretch: Stretch, v: int) -> bool:
+def _may_be_left(
+    stretches: Stretches, stretch: Stretch, inside: frozenset[int], v: int
+) -> bool:
     """Whether the parts of a value may be put together in host memory at the end."""
-    inside = set(stretch.equations).issuperset(stretches.readers.get(v, ()))
-    return v in stretch.dims and v in stretches.flat.result_values and inside
+    readers = stretches.readers.get(v, ())
+    return v in stretch.dims and v in stretches.results and inside.issuperset(readers)
 
 
 def _size(length: int, wanted: int) -> int:

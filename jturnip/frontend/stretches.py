@@ -149,6 +149,14 @@ class Stretch:
         )
 
 
+def _sides(e: Equation, rule: Rule) -> Iterator[tuple[int, tuple[int | None, ...]]]:
+    """The values that an equation reads and writes, with their labels."""
+    for v, labels in zip(e.inputs, rule.operands, strict=True):
+        if not isinstance(v, Constant):
+            yield v, labels
+    yield from zip(e.outputs, rule.results, strict=True)
+
+
 @dataclass(frozen=True, slots=True)
 class _Cut:
     """Value → the dimension along which it is cut; values that must stay whole."""
@@ -169,6 +177,10 @@ class Stretches:
         for i, e in enumerate(flat.equations):
             for v in read_by(e):
                 self.readers.setdefault(v, []).append(i)
+        self._sides = [
+            () if rule is None else tuple(_sides(e, rule))
+            for e, rule in zip(flat.equations, of_equation, strict=True)
+        ]
 
     def ruled(self) -> list[int]:
         """The equations that have a rule."""
@@ -302,7 +314,7 @@ class Stretches:
                 if label is None:
                     continue
                 assert i is not None
-                for other, labels in self._sides(i):
+                for other, labels in self._sides[i]:
                     # What enters may be cut otherwise by another reader.
                     if self.writer.get(other) not in inside or other in cut.dims:
                         continue
@@ -313,25 +325,16 @@ class Stretches:
                         heapq.heappush(agenda, (-types[other].nbytes, other))
         return cut
 
-    def _sides(self, i: int) -> Iterator[tuple[int, tuple[int | None, ...]]]:
-        """The values that an equation reads and writes, with their labels."""
-        rule, e = self._rules[i], self.flat.equations[i]
-        assert rule is not None
-        for v, labels in zip(e.inputs, rule.operands, strict=True):
-            if not isinstance(v, Constant):
-                yield v, labels
-        yield from zip(e.outputs, rule.results, strict=True)
-
     def _labelled(self, i: int, label: int) -> Iterator[tuple[int, int]]:
         """Values with a label, and where they have it."""
-        return ((v, each.index(label)) for v, each in self._sides(i) if label in each)
+        return ((v, each.index(label)) for v, each in self._sides[i] if label in each)
 
     def _label(self, i: int, cut: "_Cut") -> int | None:
         """The label along which an equation is cut, if it is and can be."""
         if self._rules[i] is None:
             return None
         dims = cut.dims
-        found = {each[dims[v]] for v, each in self._sides(i) if v in dims}
+        found = {each[dims[v]] for v, each in self._sides[i] if v in dims}
         label = found.pop() if len(found) == 1 else None
         if label is None:
             return None

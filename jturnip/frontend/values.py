@@ -4,10 +4,11 @@ There are no scopes: a value is a number, an equation names the values it reads 
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import jax
@@ -32,6 +33,13 @@ _CALLS = {
 }
 
 
+@functools.lru_cache
+def _key_bytes(dtype: Any) -> int:
+    """Bytes of the data of one key."""
+    data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
+    return data.size * data.dtype.itemsize
+
+
 @dataclass(frozen=True, slots=True)
 class Type:
     """Shape and dtype of a value."""
@@ -39,6 +47,12 @@ class Type:
     shape: tuple[int, ...]
     dtype: Any
     weak_type: bool = False
+    # Bytes on a device; a key's are those of its data.
+    nbytes: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        size = _key_bytes(self.dtype) if is_key(self.dtype) else self.dtype.itemsize
+        object.__setattr__(self, "nbytes", math.prod(self.shape) * size)
 
     @classmethod
     def of(cls, aval: Any) -> "Type":
@@ -48,15 +62,6 @@ class Type:
         except (AttributeError, TypeError):
             return cls((0,), np.dtype(bool))
         return cls(shape, aval.dtype, bool(getattr(aval, "weak_type", False)))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes on a device; a key's are those of its data."""
-        if is_key(self.dtype):
-            struct = jax.ShapeDtypeStruct(self.shape, self.dtype)
-            data = jax.eval_shape(jax.random.key_data, struct)
-            return data.size * data.dtype.itemsize
-        return math.prod(self.shape) * self.dtype.itemsize
 
     def struct(self, sharding: Any = None) -> jax.ShapeDtypeStruct:
         """As an argument of `jax.jit(...).lower`."""

@@ -30,6 +30,7 @@ from jturnip.programs.keeping import keeping
 from jturnip.programs.make import make_program, remeasured
 from jturnip.programs.records import Chain, How, Program, Straight
 from jturnip.programs.refusals import explained, refusal_of_budget, refusal_that_is_true
+from jturnip.programs.smallest import smallest
 from jturnip.runners.function import Outermost, ProgramRunner, Runner
 from jturnip.runners.pieces import make_outermost
 from jturnip.runners.whole import Moves, WholeRunner, moves_of, whole_plan
@@ -245,26 +246,8 @@ class Lowered:
         Raises:
           HostMemoryError, UnsupportedError: as `plan` does.
         """
-        kept, least = [], 1
-        while True:  # a refusal asks for what it knows of
-            refusal = self._refused_in(least, kept)
-            if refusal is None:
-                break
-            least = max(least + 1, refusal.needed_bytes)
-        # Down by ever larger steps, then from what is refused up to that, by halves.
-        step = 0.03
-        while True:
-            refused = int(least * (1 - step))
-            if self._refused_in(refused, kept) is not None:
-                break
-            least, step = refused, min(2 * step, 0.5)
-        while refused < int(least * 0.97):
-            middle = max(refused + 1, min(int((refused * least) ** 0.5), int(least * 0.97)))
-            if self._refused_in(middle, kept) is None:
-                least = middle
-            else:
-                refused = middle
-        return least
+        kept: list[Any] = []
+        return smallest(functools.partial(self._refused_in, kept=kept))
 
     def _refused_in(self, gpu_bytes: int, kept: list[Any]) -> DoesNotFit | None:
         """The refusal of another budget, if it is; keeps what is compiled for it."""
@@ -380,22 +363,20 @@ class Lowered:
         )
         without_rows = self._without_rows()
         here = how if without_rows is None else dataclasses.replace(how, streams=False)
+        uncut_here = dataclasses.replace(here, axes=False)
         own = Budget(self.gpu_bytes)
         try:
-            return made(self._given, own, here)
+            return made(self._given, own, uncut_here)
         except DoesNotFit:
             self._given = _on_host_all(self._given)
         try:
+            return made(self._given, own, uncut_here)
+        except DoesNotFit as error:
+            uncut = error.with_traceback(None) if without_rows is None else without_rows
+        try:
             return made(self._given, own, here)
         except DoesNotFit as error:
-            cut = uncut = error.with_traceback(None)
-        if without_rows is not None:
-            uncut = without_rows
-        else:
-            try:
-                made(self._given, own, dataclasses.replace(how, axes=False))
-            except DoesNotFit as error:
-                uncut = error.with_traceback(None)
+            cut = error.with_traceback(None)
         make = lambda nbytes, how: made(self._given, Budget(nbytes), how)
         refusal = refusal_that_is_true(make, how, cut, uncut)
         raise explained(refusal, self._flat, self._arguments.device) from None

@@ -376,21 +376,23 @@ def test_a_host_array_that_is_donated_twice_is_refused_whole_or_split():
 # What is said of a budget
 
 
-def test_a_nested_refusal_speaks_of_the_users_budget():
+@pytest.mark.parametrize(
+    "budget", [MATRIX, pytest.param(4 * MATRIX, marks=pytest.mark.slow)]
+)
+def test_a_nested_refusal_speaks_of_the_users_budget(budget: int):
     def fn(a: Any, b: Any, x: Any) -> Any:
         first = [a @ w for w in (a, b)]
         x = jax.lax.while_loop(lambda x: x[0, 0] < 5, lambda x: jnp.tanh(x @ b) + 6, x)
         return first, x
 
     args = matrices(3)
-    for budget in (MATRIX, 4 * MATRIX):
-        with pytest.raises(jturnip.DoesNotFit) as refusal:
-            jturnip.jit(fn, budget, strategy="turnip")(*args)
-        error, message = refusal.value, str(refusal.value)
-        assert error.gpu_bytes == budget
-        assert f"{budget} bytes" in message or f"is {budget} (" in message
-        assert " -" not in message
-        watched(jturnip.jit(fn, error.needed_bytes, strategy="turnip"), *args)
+    with pytest.raises(jturnip.DoesNotFit) as refusal:
+        jturnip.jit(fn, budget, strategy="turnip")(*args)
+    error, message = refusal.value, str(refusal.value)
+    assert error.gpu_bytes == budget
+    assert f"{budget} bytes" in message or f"is {budget} (" in message
+    assert " -" not in message
+    watched(jturnip.jit(fn, error.needed_bytes, strategy="turnip"), *args)
 
 
 # One place that makes arrays

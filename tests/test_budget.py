@@ -349,8 +349,17 @@ def llama_gradient(config: Any, params: Any, tokens: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("fn", "budget_of"),
-    [(llama_gradient, lambda nbytes: 150_000), (llama.forward, lambda nbytes: nbytes // 4)],
-    ids=["gradient in the same budget", "forward in a quarter of the weights"],
+    [
+        pytest.param(
+            llama_gradient,
+            lambda nbytes: 150_000,
+            marks=pytest.mark.slow,
+            id="gradient in the same budget",
+        ),
+        pytest.param(
+            llama.forward, lambda nbytes: nbytes // 4, id="forward in a quarter of weights"
+        ),
+    ],
 )
 def test_many_layers_need_no_more_executables_than_few(
     quick_compilation: None, fn: Callable[..., Any], budget_of: Callable[[int], int]

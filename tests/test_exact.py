@@ -125,7 +125,7 @@ def fewest_by_search(graph: TaskGraph, gpu_bytes: int) -> int:
 
 
 @given(st.integers(0, 10**6))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=6, deadline=None)
 def test_the_fewest_bytes_are_those_of_a_plain_search(seed: int):
     rng = random.Random(seed)
     graph = random_taskgraph(rng, rng.randint(1, 3))

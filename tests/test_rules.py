@@ -22,7 +22,7 @@ from tests.conformance.registry import Case, programs
 
 # Equations of one primitive that are looked at, of the small programs.
 _APIECE = 1
-_SMALL = ("neural networks",)
+_SMALL = ("arrays",)
 
 
 class Checked:
@@ -157,7 +157,7 @@ def test_parts_are_what_the_rules_say():
     checked = Checked(_APIECE)
     for case in small_programs(_SMALL):
         checked.function(case.fn, case.args)
-    assert checked.labels > 80
+    assert checked.labels > 30
 
 
 @pytest.mark.slow

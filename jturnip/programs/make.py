@@ -216,7 +216,7 @@ def _cut_along_axes(
                 continue
             tasks = sum(len(made.split.graph.tasks) for made in found)
             enough = len(found) == _SOME_WAYS or tasks > _SOME_TASKS
-            if enough or _moves_little(found[-1].plan, flat):
+            if enough or how.any_plan or _moves_little(found[-1].plan, flat):
                 break
     if found:
         return min(found, key=lambda made: made.plan.predicted_seconds)

@@ -76,8 +76,10 @@ def measure(candidate: Split, trials: Trials) -> Split:
 
 def planned(split: Split, budget: Budget, how: How) -> Straight:
     """Tasks with their plan, as the user chose to have it made; raises as `make_plan`."""
+    # With "auto" there is a plan if there is one by the first strategy that it tries.
+    strategy = _PROMISING[0] if how.any_plan and how.strategy == "auto" else how.strategy
     tasks, plan, ready = make_plan(
-        split, budget.room, how.strategy, how.link, how.accelerator is None
+        split, budget.room, strategy, how.link, how.accelerator is None
     )
     plan = dataclasses.replace(plan, measured=how.trials is not None)
     return Straight(in_order(split, tasks), plan, ready)

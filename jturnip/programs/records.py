@@ -82,6 +82,8 @@ class How:
     axes: bool = True
     # Which attempts are made (`attempts.streaming`): those inside a loop are its own.
     attempts: tuple[int, ...] = tuple(range(attempts.ATTEMPTS))
+    # Whether any plan will do, since it is only asked whether there is one.
+    any_plan: bool = False
     # What was made before, of the same in the same room; and all that was compiled.
     known: dict[Any, Any] = field(default_factory=dict, compare=False, hash=False)
     executables: list[Any] = field(default_factory=list, compare=False, hash=False)

@@ -98,6 +98,8 @@ class Lowered:
         )
         # Whether every equation is to be a task of its own, for study.
         self._finest = False
+        # Whether it is only asked whether there is a plan.
+        self._any_plan = False
         # Whether the user says how much memory is the function's.
         self._has_own_budget = options.gpu_bytes is not None
         # What it is planned for, where it is to be predicted and not to be run.
@@ -254,6 +256,7 @@ class Lowered:
         options = dataclasses.replace(self._options, gpu_bytes=gpu_bytes)
         try:
             other = self._with_options(options, self._in_any_budget)
+            other._any_plan = True
             kept.append(other)
             _ = other._whole is not None or other._program
         except DoesNotFit as refusal:
@@ -410,6 +413,7 @@ class Lowered:
             self._finest,
             returned=returned,
             accelerator=self._accelerator,
+            any_plan=self._any_plan,
         )
 
     @property

@@ -60,6 +60,8 @@ class Plan:
     measured: bool = False
     # The order of its tasks, a key of `planner.orders.ORDERS`; "" is the program's own.
     task_order: str = ""
+    # How many of its tasks run a second time, so that what they give need not be moved.
+    repeated_tasks: int = 0
     # The run that the simulator predicts; None where the function runs whole or in pieces.
     predicted_run: RunReport | None = field(default=None, repr=False)
     # What a larger budget would buy; None as above.
@@ -108,6 +110,7 @@ class Plan:
                 "lower_bound_seconds",
                 "strategy",
                 "task_order",
+                "repeated_tasks",
             )
         }
         plain = memgraph_to_json_dict(self.taskgraph, self.memgraph)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
 
-from jturnip.graph.taskgraph import BufferId, Place, Task, TaskGraph, TaskId
+from jturnip.graph.taskgraph import BufferId, Place, Role, Task, TaskGraph, TaskId
 from jturnip.units import padded
 
 
@@ -54,21 +54,53 @@ def order(graph: TaskGraph, gpu_bytes: int, name: str) -> tuple[TaskId, ...]:
 
 
 def reordered(graph: TaskGraph, tasks: Sequence[int]) -> TaskGraph:
-    """The same graph with its tasks in another valid order; ids are positions there."""
-    if all(t == at for at, t in enumerate(tasks)):
+    """The same graph with its tasks in another valid order; ids are positions there. A task
+    that comes again writes copies of its results, which all read that come after it."""
+    if len(tasks) == len(graph.tasks) and all(t == at for at, t in enumerate(tasks)):
         return graph
-    moved = (replace(graph.tasks[t], id=TaskId(at)) for at, t in enumerate(tasks))
-    return replace(graph, tasks=tuple(moved))
+    buffers = list(graph.buffers)
+    copies: dict[BufferId, BufferId] = {}
+    moved: list[Task] = []
+    ran: set[int] = set()
+    latest = lambda buffers: tuple([copies.get(b, b) for b in buffers])
+    for at, t in enumerate(tasks):
+        task = graph.tasks[t]
+        inputs = latest(task.inputs)
+        if t in ran:
+            for b in task.outputs:
+                copies[b] = BufferId(len(buffers))
+                copy = replace(buffers[b], id=copies[b], role=Role.INTERMEDIATE)
+                buffers.append(replace(copy, end_on_host=False))
+        outputs = latest(task.outputs)
+        ran.add(t)
+        moved.append(replace(task, id=TaskId(at), inputs=inputs, outputs=outputs))
+    return replace(graph, buffers=tuple(buffers), tasks=tuple(moved))
 
 
-def back_to(program_order: Sequence[int]) -> tuple[TaskId, ...]:
-    """The order that brings tasks back to where they stand in the program.
+def as_given(graph: TaskGraph, program_order: Sequence[int]) -> tuple[list[int], TaskGraph]:
+    """The graph that `reordered` made another of.
 
     Args:
-      program_order: where each stands there.
+      graph: the other.
+      program_order: for each of its tasks, where it stood in the graph it was made of.
+
+    Returns:
+      Where the tasks of that stand in the other, and that.
     """
-    tasks = range(len(program_order))
-    return tuple(map(TaskId, sorted(tasks, key=program_order.__getitem__)))
+    first: dict[int, int] = {}
+    copied: dict[BufferId, BufferId] = {}
+    for at, place in enumerate(program_order):
+        if first.setdefault(place, at) != at:
+            originals = graph.tasks[first[place]].outputs
+            copied.update(zip(graph.tasks[at].outputs, originals, strict=True))
+    where = [first[place] for place in sorted(first)]
+    original = lambda buffers: tuple([copied.get(b, b) for b in buffers])
+    tasks = (
+        replace(graph.tasks[t], id=TaskId(at), inputs=original(graph.tasks[t].inputs))
+        for at, t in enumerate(where)
+    )
+    buffers = tuple([b for b in graph.buffers if b.id not in copied])
+    return where, replace(graph, buffers=buffers, tasks=tuple(tasks))
 
 
 class _Scheduler:

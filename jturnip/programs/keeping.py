@@ -187,7 +187,12 @@ def _planned(ways: dict[int, _Part], at: int, gpu_bytes: int, how: How) -> Strai
     # The times and the order of its tasks are what they were.
     before = part.before.plan
     made = planned(part.split, budget, how)
-    return _with_figures(made, measured=before.measured, task_order=before.task_order)
+    return _with_figures(
+        made,
+        measured=before.measured,
+        task_order=before.task_order,
+        repeated_tasks=before.repeated_tasks,
+    )
 
 
 def _all_kept(ways: dict[int, _Part]) -> list[int]:

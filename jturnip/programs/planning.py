@@ -4,19 +4,20 @@ import contextlib
 import dataclasses
 import gc
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from jturnip import placement
 from jturnip.compiler import executables as compiler
 from jturnip.compiler.executables import Trials
 from jturnip.errors import HostMemoryError
+from jturnip.frontend.values import Equation
 from jturnip.graph.memgraph import MemGraph
 from jturnip.graph.plan import Plan
 from jturnip.graph.report import RunReport
 from jturnip.graph.taskgraph import TaskGraph
 from jturnip.placement import Budget, Whose
-from jturnip.planner import figures, orders
+from jturnip.planner import figures, orders, recomputing
 from jturnip.planner.bound import least_seconds
 from jturnip.planner.planner import plan as make_memgraph, smallest_budget
 from jturnip.planner.verify import verify
@@ -37,6 +38,10 @@ _PROMISING = ("turnip", "ahead", "layerwise", "fixed_order")
 _PROMISING_REORDERED = ("turnip", "ahead")
 _MANY_TASKS = 20_000
 _MANY_TO_REORDER = 5_000
+# What is computed again changes what is moved: so often that is looked at.
+_ROUNDS = 3
+# Primitives that have no effects, and yet may give something else.
+_NOT_THE_SAME_AGAIN = frozenset(["rng_uniform"])
 
 
 # The paper's free order adapts to what really happens, which no prediction knows: another
@@ -78,6 +83,8 @@ def planned(split: Split, budget: Budget, how: How) -> Straight:
     """Tasks with their plan, as the user chose to have it made; raises as `make_plan`."""
     # With "auto" there is a plan if there is one by the first strategy that it tries.
     strategy = _PROMISING[0] if how.any_plan and how.strategy == "auto" else how.strategy
+    if strategy == "auto":
+        split = in_program_order(split)
     tasks, plan, ready = make_plan(
         split, budget.room, strategy, how.link, how.accelerator is None
     )
@@ -108,8 +115,8 @@ def make_plan(
     host_bytes, why = _host_room(candidate) if runs_here else (math.inf, "")
     with _without_cycle_collection():
         if strategy == "auto":
-            places = candidate.program_order
-            found = fastest(candidate.graph, arena, link, places, host_bytes)
+            may_repeat = _may_repeat(candidate)
+            found = fastest(candidate.graph, arena, link, may_repeat, host_bytes)
         else:
             found = _simulated(candidate.graph, arena, strategy, link)
         peak = verify(found.graph, found.memgraph)
@@ -128,8 +135,8 @@ def make_plan(
 class Found:
     """A plan by one strategy in one order, and its run as the simulator predicts it."""
 
-    # Which task of the graph as it was given comes when; the name of that order; and the
-    # graph in it.
+    # Which task of the graph as it was given comes when, and perhaps again; the name of
+    # that order; and the graph in it.
     tasks: Sequence[int]
     order: str
     graph: TaskGraph
@@ -142,7 +149,7 @@ def fastest(
     graph: TaskGraph,
     arena: int,
     link: Link,
-    program_order: Sequence[int] = (),
+    may_repeat: Collection[int] = (),
     host_bytes: float = math.inf,
 ) -> Found:
     """The plan of those that are promising which the simulator finds fastest.
@@ -151,44 +158,76 @@ def fastest(
       graph: what is to be computed.
       arena: device bytes.
       link: what the transfer engines are expected to do.
-      program_order: where each task stands in the program, if not where it stands here.
+      may_repeat: tasks that give the same again, and have no effects: they may run twice
+        rather than have their results moved.
       host_bytes: what may leave the device at once; where no plan keeps to that, the first
         is returned.
     """
     rates = link.h2d_bytes_per_second, link.d2h_bytes_per_second
     least = least_seconds(graph, arena, *rates)
+    host_peak = lambda found: figures.host_peak_bytes(found.graph, found.memgraph)
+    held = lambda found: host_peak(found) <= host_bytes
     first: Found | None = None
     best: Found | None = None
-    for tasks, order, strategy in _promising(graph, arena, program_order):
+    for tasks, order, strategy in _promising(graph, arena):
         found = _simulated(graph, arena, strategy, link, tasks, order)
         first = first or found
-        if figures.host_peak_bytes(found.graph, found.memgraph) > host_bytes:
+        if not held(found):
             continue
         if best is None or found.run.seconds < _CLEARLY * best.run.seconds:
             best = found
         if _CLEARLY * best.run.seconds <= least:
-            break  # nothing could be clearly faster
-    assert first is not None
-    return best or first
+            return best  # nothing could be clearly faster
+    before = best or first
+    assert before is not None
+    if len(graph.tasks) <= _MANY_TO_REORDER:
+        again = _computing_again(graph, before, arena, link, may_repeat, held)
+        if best is None or again.run.seconds < _CLEARLY * best.run.seconds:
+            return again
+    return before
 
 
-def _promising(
-    graph: TaskGraph, arena: int, program_order: Sequence[int]
-) -> Iterator[tuple[Sequence[int], str, str]]:
+def _promising(graph: TaskGraph, arena: int) -> Iterator[tuple[Sequence[int], str, str]]:
     """Orders of the tasks, each with its name and a strategy to try in it."""
-    program = orders.back_to(program_order) if program_order else range(len(graph.tasks))
+    program = tuple(range(len(graph.tasks)))
     for strategy in _PROMISING if len(graph.tasks) <= _MANY_TASKS else _PROMISING[:1]:
         yield program, "", strategy
     if len(graph.tasks) > _MANY_TO_REORDER:
         return
-    known = [tuple(program)]
-    graph = orders.reordered(graph, program)
+    known = [program]
     for name in orders.ORDERS:
-        tasks = tuple(program[t] for t in orders.order(graph, arena, name))
+        tasks = orders.order(graph, arena, name)
         if tasks not in known:
             known.append(tasks)
             for strategy in _PROMISING_REORDERED:
                 yield tasks, name, strategy
+
+
+def _computing_again(
+    graph: TaskGraph,
+    found: Found,
+    arena: int,
+    link: Link,
+    may_repeat: Collection[int],
+    held: Callable[[Found], bool],
+) -> Found:
+    """A plan in which some tasks run twice, where that is faster, or the host holds what it
+    moves only then. What their operands take in between is moved instead, or made again as
+    well."""
+    rates = recomputing.Rates(link.h2d_bytes_per_second, link.d2h_bytes_per_second)
+    for _ in range(_ROUNDS):
+        before = found
+        may = {at for at, t in enumerate(before.tasks) if t in may_repeat}
+        for at in recomputing.repeating(before.graph, before.memgraph, rates, may):
+            tasks = tuple(before.tasks[t] for t in at)
+            strategy, order = before.run.strategy, before.order
+            made = _simulated(graph, arena, strategy, link, tasks, order)
+            is_faster = made.run.seconds < found.run.seconds
+            if held(made) and (is_faster or not held(found)):
+                found = made
+        if found is before:
+            break
+    return found
 
 
 def _simulated(
@@ -208,18 +247,52 @@ def _simulated(
     return Found(tasks, order, graph, memgraph, ready, run)
 
 
+def _may_repeat(split: Split) -> frozenset[int]:
+    """The tasks that may run twice."""
+    equations = split.flat.equations
+    return frozenset(
+        at
+        for at, group in enumerate(split.groups)
+        if all(_gives_the_same_again(equations[i]) for i in group.equations)
+    )
+
+
+def _gives_the_same_again(e: Equation) -> bool:
+    return not (
+        e.effects
+        or getattr(e.origin, "effects", ())
+        or e.name in _NOT_THE_SAME_AGAIN
+        or "callback" in e.name
+    )
+
+
 def in_order(split: Split, tasks: Sequence[int]) -> Split:
-    """The same with its tasks in another valid order."""
-    if tuple(tasks) == tuple(range(len(tasks))):
+    """The same with its tasks in another valid order, in which some may come again."""
+    if tuple(tasks) == tuple(range(len(split.groups))):
         return split
-    places = split.program_order or range(len(tasks))
+    places = split.program_order or range(len(split.groups))
     program_order = tuple(places[t] for t in tasks)
+    in_program = tuple(range(len(program_order)))
     return dataclasses.replace(
         split,
         groups=tuple(split.groups[t] for t in tasks),
         numbers=tuple(split.numbers[t] for t in tasks),
         graph=orders.reordered(split.graph, tasks),
-        program_order=program_order if program_order != tuple(sorted(places)) else (),
+        program_order=program_order if program_order != in_program else (),
+    )
+
+
+def in_program_order(split: Split) -> Split:
+    """The same with every task once, in the order of the program."""
+    if not split.program_order:
+        return split
+    where, graph = orders.as_given(split.graph, split.program_order)
+    return dataclasses.replace(
+        split,
+        groups=tuple(split.groups[t] for t in where),
+        numbers=tuple(split.numbers[t] for t in where),
+        graph=graph,
+        program_order=(),
     )
 
 
@@ -261,6 +334,7 @@ def _figures(found: Found, gpu_bytes: int, peak_bytes: int, link: Link) -> Plan:
         lower_bound_seconds=bound,
         strategy=run.strategy,
         task_order=found.order,
+        repeated_tasks=len(found.tasks) - len(set(found.tasks)),
         taskgraph=graph,
         memgraph=memgraph,
     )

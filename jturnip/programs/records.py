@@ -49,7 +49,8 @@ class Split:
     to_host: frozenset[int]
     # Buffers that start in host memory, and are put on the device for many runs.
     resident: tuple[BufferId, ...] = ()
-    # Where each task stands in the program; empty where they stand in its order.
+    # Where each task stands in the program: what runs again, where it ran first. Empty
+    # where each stands in its own place.
     program_order: tuple[int, ...] = ()
 
     @property

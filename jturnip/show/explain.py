@@ -38,7 +38,7 @@ def of_plan(plan: Plan) -> str:
     assert plan.predicted_run is not None
     guessed = "" if plan.measured else _GUESSED
     parts = [
-        _limits(plan, plan.predicted_run) + IN_WORDS[plan.task_order] + guessed,
+        _limits(plan, plan.predicted_run) + _order(plan) + guessed,
         "\n".join(_at_the_peak(plan)),
         "\n".join(_moved(plan)),
         "\n".join(_other_budgets(plan)),
@@ -55,6 +55,17 @@ def _of_pieces(plan: Plan) -> Iterator[str]:
     for piece in slowest:
         if piece.pieces or piece.predicted_run is not None:
             yield f"{piece.name or 'A piece'}:\n{of_plan(piece)}"
+
+
+def _order(plan: Plan) -> str:
+    again = plan.repeated_tasks
+    if not again:
+        return IN_WORDS[plan.task_order]
+    many = f"{again} tasks run" if again > 1 else "One task runs"
+    return (
+        f"{IN_WORDS[plan.task_order]} {many} a second time, since to move the results would"
+        " take longer."
+    )
 
 
 def _limits(plan: Plan, run: RunReport) -> str:

@@ -1,0 +1,227 @@
+"""Tasks that run a second time: the same is computed, less is moved, and only where that is
+faster."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import assert_same
+from hypothesis import given, settings, strategies as st
+from support import GraphBuilder, taskgraphs
+
+import jturnip
+from jturnip.graph.taskgraph import BufferId, Place, TaskGraph
+from jturnip.planner import figures
+from jturnip.planner.orders import as_given, reordered
+from jturnip.planner.planner import plan as make_memgraph, smallest_budget
+from jturnip.planner.recomputing import Rates, repeating
+from jturnip.planner.verify import verify
+from jturnip.programs.planning import fastest
+from jturnip.runtime.schedule import Link
+
+
+KIB = 1024
+RATES = Rates(1e6, 1e6)
+
+
+def results(graph: TaskGraph, what: list[int]) -> list[Any]:
+    """What a graph computes, as nested records; `what[t]` stands for what task t does."""
+    found: dict[BufferId, Any] = {
+        b.id: ("given", b.id) for b in graph.buffers if b.start is not None
+    }
+    for task in graph.tasks:
+        read = hash(tuple(found[b] for b in task.inputs))
+        for b in task.overwritten:
+            del found[b]
+        for at, b in enumerate(task.outputs):
+            found[b] = hash((what[task.id], at, read))
+    return [found[b] for b in graph.outputs]
+
+
+@given(data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_the_same_is_computed(data: st.DataObject):
+    graph = data.draw(taskgraphs())
+    budget = smallest_budget(graph) + data.draw(st.integers(0, 2048))
+    tasks = range(len(graph.tasks))
+    may_repeat = data.draw(st.sets(st.sampled_from(tasks))) if tasks else set()
+    memgraph = make_memgraph(graph, budget)
+    for again in repeating(graph, memgraph, RATES, may_repeat):
+        assert {t for t in tasks if again.count(t) > 1} <= may_repeat
+        longer = reordered(graph, again)
+        longer.check()
+        assert results(longer, list(again)) == results(graph, list(tasks))
+        verify(longer, make_memgraph(longer, budget))
+        where, back = as_given(longer, again)
+        assert back == graph
+        assert [again[t] for t in where] == list(tasks)
+
+
+def early_and_late(seconds: float) -> TaskGraph:
+    """A large value made at the begin of what is small, read at the end; in between, tasks
+    that need the room."""
+    g = GraphBuilder()
+    small = g.input(KIB, Place.DEVICE, pinned=True)
+    (large,) = g.task([small], 64 * KIB, seconds=seconds)
+    (x,) = g.task([large], KIB, seconds=1e-3)
+    for _ in range(3):
+        (wide,) = g.task([x], 64 * KIB, seconds=1e-3)
+        (x,) = g.task([wide], KIB, seconds=1e-3)
+    (end,) = g.task([large, x, small], KIB, seconds=1e-3)
+    return g.build([end])
+
+
+BUDGET = 80 * KIB
+EVERY = range(100)
+
+
+def moved(found: Any) -> int:
+    return sum(figures.moved_bytes(found.graph, found.memgraph))
+
+
+def test_what_is_quick_to_make_is_made_again_rather_than_moved():
+    graph, link = early_and_late(seconds=1e-3), Link(1e7, 1e7)
+    kept = fastest(graph, BUDGET, link)
+    assert moved(kept) == 2 * 64 * KIB
+    found = fastest(graph, BUDGET, link, EVERY)
+    assert moved(found) == 0
+    # Just before it is read.
+    assert list(found.tasks) == [*range(8), 0, 8]
+    assert found.run.seconds < 0.97 * kept.run.seconds
+
+
+@pytest.mark.parametrize(
+    ("graph", "rate", "may_repeat"),
+    [
+        (early_and_late(seconds=1.0), 1e7, EVERY),
+        (early_and_late(seconds=1e-3), 1e12, EVERY),
+        (early_and_late(seconds=1e-3), 1e7, [1, 2, 3]),
+    ],
+    ids=["slow to make", "quick to move", "may not run again"],
+)
+def test_what_is_not_worth_it_is_moved(graph: TaskGraph, rate: float, may_repeat: Any):
+    found = fastest(graph, BUDGET, Link(rate, rate), may_repeat)
+    assert list(found.tasks) == list(range(9))
+    assert moved(found) == 2 * 64 * KIB
+
+
+def test_what_it_was_made_of_may_have_been_written_over():
+    g = GraphBuilder()
+    given = g.input(64 * KIB, Place.DEVICE)
+    (large,) = g.task([given], 64 * KIB, seconds=1e-6)
+    (x,) = g.task([given, large], 64 * KIB, seconds=1e-3, overwrites=[(0, 0)])
+    for _ in range(3):
+        (wide,) = g.task([x], 128 * KIB, seconds=1e-3)
+        (x,) = g.task([wide], 64 * KIB, seconds=1e-3)
+    (end,) = g.task([large, x], KIB, seconds=1e-3)
+    graph = g.build([end])
+    memgraph = make_memgraph(graph, 3 * 64 * KIB)
+    assert figures.moved_bytes(graph, memgraph) == (64 * KIB, 64 * KIB)
+    orders = list(repeating(graph, memgraph, RATES, EVERY))
+    assert all(again.count(0) == 1 for again in orders)
+
+
+def test_what_is_made_again_of_what_is_made_again():
+    """Two layers of activations: the second is made of the first."""
+    g = GraphBuilder()
+    small = g.input(KIB, Place.DEVICE, pinned=True)
+    (one,) = g.task([small], 64 * KIB, seconds=1e-4)
+    (two,) = g.task([one], 64 * KIB, seconds=1e-4)
+    (x,) = g.task([two], KIB, seconds=1e-4)
+    for _ in range(4):
+        (wide,) = g.task([x], 128 * KIB, seconds=1e-3)
+        (x,) = g.task([wide], KIB, seconds=1e-3)
+    (x,) = g.task([two, x], KIB, seconds=1e-4)
+    (end,) = g.task([one, x, small], KIB, seconds=1e-4)
+    graph, link = g.build([end]), Link(1e7, 1e7)
+    found = fastest(graph, 140 * KIB, link, EVERY)
+    assert found.tasks.count(0) > 1
+    assert found.tasks.count(1) > 1
+    assert moved(found) == 0
+
+
+def test_the_host_has_less_to_hold():
+    """Where it has no memory for what every other plan moves."""
+    graph, link = early_and_late(seconds=1e-3), Link(1e7, 1e7)
+    away = lambda found: figures.host_peak_bytes(found.graph, found.memgraph)
+    assert away(fastest(graph, BUDGET, link, host_bytes=KIB)) == 64 * KIB
+    assert away(fastest(graph, BUDGET, link, EVERY, host_bytes=KIB)) == 0
+
+
+# --- In functions.
+
+WIDTH, LAYERS = 128, 6
+# So slow that nothing else matters, whatever the machine does meanwhile.
+LINK = jturnip.SimulatedLink(2e7, 2e7)
+
+
+def loss(weights: list[Any], x: Any) -> Any:
+    """Its activations are much larger than its weights."""
+    for w in weights:
+        x = jnp.sin(x) * jnp.cos(x @ w)
+    return jnp.mean(x**2)
+
+
+def data() -> tuple[list[Any], Any]:
+    rng = np.random.default_rng(0)
+    normal = lambda *shape: rng.standard_normal(shape).astype(np.float32)
+    weights = [jturnip.host(normal(WIDTH, WIDTH) / WIDTH) for _ in range(LAYERS)]
+    return weights, normal(2048, WIDTH)
+
+
+def test_activations_are_computed_again_over_a_slow_link():
+    weights, x = data()
+    gradient = jax.grad(loss)
+    want = jax.jit(gradient)([np.asarray(w) for w in weights], x)
+    budget = jturnip.peak_bytes(gradient, weights, x) // 2
+    paper = jturnip.jit(gradient, budget, link=LINK, strategy="turnip")
+    moved = paper(weights, x)
+    assert paper.last_run.plan.repeated_tasks == 0
+    f = jturnip.jit(gradient, budget, link=LINK)
+    tasks = len(paper.last_run.plan.taskgraph.tasks)
+    for _ in range(3):
+        found = f(weights, x)
+        assert_same(found, want, ulps=64)
+        for ours, theirs in zip(found, moved, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+        assert f.last_run.peak_bytes <= budget
+        assert f.last_run.d2h_bytes < 0.7 * paper.last_run.d2h_bytes
+        plan = f.last_run.plan
+        assert 0 < plan.repeated_tasks == len(plan.taskgraph.tasks) - tasks
+        assert "a second time" in plan.explain()
+        assert plan.to_json_dict()["repeated_tasks"] == plan.repeated_tasks
+
+
+def test_what_was_planned_before_it_is_measured_is_planned_from_the_program_again():
+    weights, x = data()
+    gradient = jax.grad(loss)
+    budget = jturnip.peak_bytes(gradient, weights, x) // 2
+    lowered = jturnip.jit(gradient, budget, link=LINK).lower(weights, x)
+    expected = lowered.plan
+    compiled = lowered.compile()
+    compiled(weights, x)
+    measured = compiled.last_run.plan
+    for found in (expected, measured):
+        tasks = len(found.taskgraph.tasks) - found.repeated_tasks
+        assert found.repeated_tasks > 0
+        assert tasks == len(expected.taskgraph.tasks) - expected.repeated_tasks
+
+
+def test_what_has_effects_runs_once():
+    weights, x = data()
+    seen: list[int] = []
+
+    def told(weights: list[Any], x: Any) -> Any:
+        for at, w in enumerate(weights):
+            x = jnp.sin(x) * jnp.cos(x @ w)
+            jax.debug.callback(lambda _, at=at: seen.append(at), x[0, 0])
+        return jnp.mean(x**2)
+
+    gradient = jax.grad(told)
+    budget = jturnip.peak_bytes(gradient, weights, x) // 2
+    f = jturnip.jit(gradient, budget, link=LINK)
+    jax.block_until_ready(f(weights, x))
+    jax.effects_barrier()
+    assert sorted(seen) == list(range(LAYERS))

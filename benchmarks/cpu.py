@@ -16,6 +16,7 @@ from typing import Any
 from absl import app, flags
 
 from benchmarks import (
+    again,
     axes,
     batches,
     calls,
@@ -142,6 +143,7 @@ SECTIONS: dict[str, Callable[[Sizes], Section]] = {
     ),
     "calls": lambda s: calls.calls(s.link, s.called, s.link_rounds),
     "batches": lambda s: batches.batches(s.link, s.budgets, s.link_rounds),
+    "again": lambda s: again.again(s.pair, s.predicted, s.link_rounds + 2),
 }
 
 

@@ -4,7 +4,7 @@ What is made early and read late, as activations are in a training step, leaves 
 in between where there is no room. If what it was made of is there when it is to be read,
 its task can run a second time instead: a third choice beside keeping and moving. Which
 tasks are worth it follows from a plan: from what that moves, and from the seconds that
-takes, as Capuchin weighs them (Peng et al., ASPLOS 2020, section 4.4).
+takes, as Capuchin weighs them (Peng et al., ASPLOS 2020).
 """
 
 import itertools
@@ -46,7 +46,11 @@ class _Again:
 
 
 def repeating(
-    graph: TaskGraph, memgraph: MemGraph, rates: Rates, may_repeat: Collection[int]
+    graph: TaskGraph,
+    memgraph: MemGraph,
+    rates: Rates,
+    may_repeat: Collection[int],
+    seconds: float = 0.0,
 ) -> Iterator[tuple[TaskId, ...]]:
     """Orders of the tasks in which some come again, few first; none where nothing is worth
     it.
@@ -56,12 +60,14 @@ def repeating(
       memgraph: a plan for it: it says what moves.
       rates: of the link.
       may_repeat: tasks that give the same again, and have no effects.
+      seconds: what all of them together must save the link, at least.
     """
     found = list(_worthwhile(graph, memgraph, rates, may_repeat))
     taken: set[int] = set()
     for worth in _WORTH:
         some = [each for each in found if each.gain > worth * each.cost]
-        if len(some) > len(taken):
+        is_much = sum(each.gain for each in some) > seconds
+        if is_much and len(some) > len(taken):
             taken = {each.task for each in some}
             yield _order(graph, some)
 

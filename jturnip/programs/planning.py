@@ -215,11 +215,13 @@ def _computing_again(
     moves only then. What their operands take in between is moved instead, or made again as
     well."""
     rates = recomputing.Rates(link.h2d_bytes_per_second, link.d2h_bytes_per_second)
+    least = (1 - _CLEARLY) * found.run.seconds if held(found) else 0.0
     for _ in range(_ROUNDS):
         before = found
         may = {at for at, t in enumerate(before.tasks) if t in may_repeat}
-        for at in recomputing.repeating(before.graph, before.memgraph, rates, may):
-            tasks = tuple(before.tasks[t] for t in at)
+        graphs = before.graph, before.memgraph
+        for longer in recomputing.repeating(*graphs, rates, may, least):
+            tasks = tuple(before.tasks[t] for t in longer)
             strategy, order = before.run.strategy, before.order
             made = _simulated(graph, arena, strategy, link, tasks, order)
             is_faster = made.run.seconds < found.run.seconds

@@ -33,24 +33,16 @@ def again(residues: pair.PairConfig, budgets: Sequence[float], pairs: int) -> Se
     for budget in budgets:
         for rate in _RATES:
             link = jturnip.SimulatedLink(rate, rate, 20e-6)
-            ways = [
-                Training(
-                    jturnip.jit(
-                        step,
-                        int(budget * peak),
-                        link=link,
-                        strategy=strategy,
-                        donate_argnums=0,
-                    ),
-                    jturnip.host(state),
-                    batch,
-                )
-                for strategy in ("auto", "turnip")
-            ]
-            taken = in_turn(
-                [functools.partial(seconds_of, way) for way in ways], pairs, warm_up=1
+            jitted = functools.partial(
+                jturnip.jit, step, int(budget * peak), link=link, donate_argnums=0
             )
-            ours, moving = (way.step.last_run for way in ways)
+            ways = [jitted(strategy=strategy) for strategy in ("auto", "turnip")]
+            calls = [
+                functools.partial(seconds_of, Training(way, jturnip.host(state), batch))
+                for way in ways
+            ]
+            taken = in_turn(calls, pairs, warm_up=1)
+            ours, moving = (way.last_run for way in ways)
             over = ours.h2d_bytes + ours.d2h_bytes
             more: dict[str, float | str] = {
                 "moving, s": sorted(column(taken, 1))[len(taken) // 2],

@@ -21,7 +21,7 @@ PLENTY = 2**42  # a budget that is never short
 class Training:
     """A training step whose new state is the next one's argument; a call is one step."""
 
-    def __init__(self, step: Callable[..., Any], state: Any, batch: np.ndarray):
+    def __init__(self, step: Callable[..., Any], state: Any, batch: Any):
         self.step, self.state, self.batch = step, state, batch
 
     def __call__(self) -> Any:

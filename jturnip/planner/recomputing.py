@@ -28,9 +28,9 @@ class Rates:
     h2d: float
     d2h: float
 
-    def seconds(self, nbytes: int) -> float:
-        """To the host and back."""
-        return nbytes / self.h2d + nbytes / self.d2h
+    def seconds(self, nbytes: int, back: int = 1) -> float:
+        """To the host, and back so many times."""
+        return nbytes / self.d2h + back * nbytes / self.h2d
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ def _worthwhile(
         at = min(read_after_a_while(b, task.id) for b in away)
         if any(last.get(b, math.inf) < at for b in task.inputs):
             continue  # there is nothing to make it of any more
-        gain = sum(rates.seconds(graph.buffers[b].nbytes) * moved[b] for b in away)
+        gain = sum(rates.seconds(graph.buffers[b].nbytes, moved[b]) for b in away)
         gain -= sum(
             _seconds_to_have(graph.buffers[b], rates)
             for b in task.inputs

@@ -101,8 +101,9 @@ def test_pages_of_the_site_link_to_no_file_outside_it(page: pathlib.Path):
 
 
 def test_the_site_builds_without_a_warning(tmp_path: pathlib.Path):
-    if importlib.util.find_spec("mkdocs") is None:
-        pytest.skip("mkdocs is not installed; `make docs` installs it")
+    for needed in ("mkdocs", "mkdocstrings"):
+        if importlib.util.find_spec(needed) is None:
+            pytest.skip(f"{needed} is not installed; `make docs` installs it")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet"]
     built = subprocess.run(
         [*command, "--site-dir", str(tmp_path)], cwd=ROOT, capture_output=True, text=True

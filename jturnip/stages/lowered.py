@@ -444,13 +444,14 @@ class Lowered:
             self._turn.alone(None)
             yield
 
-    def _measured_program(self, trials: Trials) -> Program:
-        """The program with measured times; what was planned before them is used again."""
+    def _measured_program(self, trials: Trials, used: list[Any] | None = None) -> Program:
+        """The program with measured times; what was planned before them is used again.
+        `used` grows by the executables."""
         if "_program" in self.__dict__:
             again = remeasured(self._program, self.gpu_bytes, self._how(trials))
             if again is not None:
                 return again
-        return self._make_program(trials)
+        return self._make_program(trials, used)
 
     @compat.api_boundary
     def compile(self, compiler_options: dict[str, Any] | None = None) -> "Compiled":
@@ -557,7 +558,7 @@ class Lowered:
                 expected = link_of(made._arguments.device, made._link)
                 return prediction.of_whole(plan, seconds, expected, *names)
             if on is None:
-                program = made._measured_program(made._trials())
+                program = made._measured_program(made._trials(), self._of_prediction)
             else:
                 program = made._make_program(used=self._of_prediction)
             return prediction.of_split(made._with_kept(program).plan, *names)

@@ -112,10 +112,10 @@ def random_taskgraph(rng: random.Random, tasks: int) -> TaskGraph:
     outputs = [b for b in written if rng.random() < (0.9 if b in unread else 0.1)]
     rng.shuffle(outputs)
     on_host = [b for b in outputs if rng.random() < 0.3]
-    return _with_overwrites(rng, builder.build(outputs, on_host))
+    return with_overwrites(rng, builder.build(outputs, on_host))
 
 
-def _with_overwrites(rng: random.Random, graph: TaskGraph) -> TaskGraph:
+def with_overwrites(rng: random.Random, graph: TaskGraph) -> TaskGraph:
     """Some tasks write over inputs that they are the last to read."""
     last = {b: task.id for task in graph.tasks for b in task.inputs}
     kept = {b.id for b in graph.buffers if b.pinned}.union(graph.outputs)

@@ -24,6 +24,8 @@ from jax.experimental import io_callback
 
 import jturnip
 from jturnip.models import llama
+from jturnip.planner import figures
+from jturnip.programs.records import Loop, straight_parts
 from jturnip.runtime.report import Gathered
 
 
@@ -238,6 +240,39 @@ def test_weights_that_fit_stay_on_the_device_while_the_loop_runs():
     assert fn.last_run.strategy == "driven"
     assert moved < 0.75 * 10 * 16 * LAYER
     assert_same(fn(weights, X), jax.jit(program)(layers(16), X))
+
+
+def test_room_is_left_for_what_a_loop_may_take_in_any_order():
+    """It carries an array that the caller keeps on the device, and copies it; then come
+    tasks whose weights could stay there between calls."""
+    normal = lambda *shape: np.random.default_rng(0).normal(size=shape).astype("f4") / 8
+
+    def fn(carry, in_loop, after, turns):
+        def body(state):
+            i, total, x = state
+            for w in in_loop:
+                x = jnp.sin(x @ w)
+            return i + 1, total + x * 1e-3, x
+
+        start = 0, carry, carry * 2
+        _, total, x = lax.while_loop(lambda state: state[0] < turns, body, start)
+        x = x[:64]
+        for w in after:
+            x = jnp.sin((x @ w) @ w.T)
+        return total.sum() + x.sum()
+
+    carry = jax.device_put(normal(256, 256))
+    in_loop = [jturnip.host(normal(256, 256)) for _ in range(8)]
+    after = [jturnip.host(normal(256, 64)) for _ in range(12)]
+    budget = 1677721
+    lowered = jturnip.jit(fn, budget).lower(carry, in_loop, after, 5)
+    program = lowered._with_kept(lowered._program)
+    (stage,) = [s for s in program.stages if isinstance(s.program, Loop)]
+    reach = max(figures.reach_bytes(p.plan.memgraph) for p in straight_parts(stage.program))
+    kept = program.plan.kept_bytes
+    assert kept > 0
+    assert stage.program.plan.peak_bytes < reach + carry.nbytes
+    assert kept + stage.waiting + carry.nbytes + reach <= budget
 
 
 def test_nothing_is_left_after_a_loop():

@@ -60,7 +60,7 @@ class Plan:
     measured: bool = False
     # The order of its tasks, a key of `planner.orders.ORDERS`; "" is the program's own.
     task_order: str = ""
-    # How many of its tasks run a second time, so that what they give need not be moved.
+    # How many runs of its tasks are not their first, so that less need be moved.
     repeated_tasks: int = 0
     # The run that the simulator predicts; None where the function runs whole or in pieces.
     predicted_run: RunReport | None = field(default=None, repr=False)

@@ -48,9 +48,10 @@ class _Again:
 def repeating(
     graph: TaskGraph,
     memgraph: MemGraph,
+    tasks: Sequence[int],
     rates: Rates,
     may_repeat: Collection[int],
-    seconds: float = 0.0,
+    least_gain: float = 0.0,
 ) -> Iterator[tuple[TaskId, ...]]:
     """Orders of the tasks in which some come again, few first; none where nothing is worth
     it.
@@ -58,15 +59,16 @@ def repeating(
     Args:
       graph: what is to be computed.
       memgraph: a plan for it: it says what moves.
+      tasks: for each task what it is, the same for those that already are each other again.
       rates: of the link.
       may_repeat: tasks that give the same again, and have no effects.
-      seconds: what all of them together must save the link, at least.
+      least_gain: seconds that all of them together must save the link, at least.
     """
-    found = list(_worthwhile(graph, memgraph, rates, may_repeat))
+    found = list(_worthwhile(graph, memgraph, tasks, rates, may_repeat))
     taken: set[int] = set()
     for worth in _WORTH:
         some = [each for each in found if each.gain > worth * each.cost]
-        is_much = sum(each.gain for each in some) > seconds
+        is_much = sum(each.gain for each in some) > least_gain
         if is_much and len(some) > len(taken):
             taken = {each.task for each in some}
             yield _order(graph, some)
@@ -81,17 +83,22 @@ def _order(graph: TaskGraph, again: Sequence[_Again]) -> tuple[TaskId, ...]:
 
 
 def _worthwhile(
-    graph: TaskGraph, memgraph: MemGraph, rates: Rates, may_repeat: Collection[int]
+    graph: TaskGraph,
+    memgraph: MemGraph,
+    tasks: Sequence[int],
+    rates: Rates,
+    may_repeat: Collection[int],
 ) -> Iterator[_Again]:
     moved = _moved_both_ways(memgraph)
     readers: dict[BufferId, list[TaskId]] = {}
     for task in graph.tasks:
         for b in task.inputs:
             readers.setdefault(b, []).append(task.id)
-    last = {b: task.id for task in graph.tasks for b in task.overwritten}
+    overwriter = {b: task.id for task in graph.tasks for b in task.overwritten}
     begin = list(itertools.accumulate((t.seconds for t in graph.tasks), initial=0.0))
+    copies = _Copies(graph, tasks)
 
-    def read_after_a_while(b: BufferId, t: TaskId) -> TaskId:
+    def reader_after_the_longest_gap(b: BufferId, t: TaskId) -> TaskId:
         uses = [t, *readers[b]]
         gaps = [begin[y] - begin[x] for x, y in itertools.pairwise(uses)]
         return uses[1 + max(range(len(gaps)), key=gaps.__getitem__)]
@@ -100,17 +107,43 @@ def _worthwhile(
         away = [b for b in task.outputs if b in moved and b in readers]
         if not away or task.overwrites or task.id not in may_repeat:
             continue
-        at = min(read_after_a_while(b, task.id) for b in away)
-        if any(last.get(b, math.inf) < at for b in task.inputs):
+        # A second run serves the readers of all results: it comes before the first of them.
+        at = min(reader_after_the_longest_gap(b, task.id) for b in away)
+        operands = [copies.at(b, at) for b in task.inputs]
+        if any(overwriter.get(b, math.inf) < at for b in operands):
             continue  # there is nothing to make it of any more
         gain = sum(rates.seconds(graph.buffers[b].nbytes, moved[b]) for b in away)
         gain -= sum(
             _seconds_to_have(graph.buffers[b], rates)
-            for b in task.inputs
-            if readers[b][-1] < at
+            for b in operands
+            if max(readers.get(b, ()), default=-1) < at
         )
         if gain > 0:
             yield _Again(task.id, at, gain, task.seconds)
+
+
+class _Copies:
+    """Which buffer has a value when, where tasks that came again wrote copies of it."""
+
+    def __init__(self, graph: TaskGraph, tasks: Sequence[int]):
+        first: dict[int, TaskId] = {}
+        self._original: dict[BufferId, BufferId] = {}
+        # Of a buffer that has copies, where each is written, itself first.
+        self._versions: dict[BufferId, list[tuple[TaskId, BufferId]]] = {}
+        for task, of in zip(graph.tasks, tasks, strict=True):
+            if first.setdefault(of, task.id) == task.id:
+                continue
+            before = graph.tasks[first[of]]
+            for b, copy in zip(before.outputs, task.outputs, strict=True):
+                self._original[copy] = b
+                versions = self._versions.setdefault(b, [(before.id, b)])
+                versions.append((task.id, copy))
+
+    def at(self, b: BufferId, position: int) -> BufferId:
+        """The copy of a buffer that a task would read there."""
+        b = self._original.get(b, b)
+        written = [copy for t, copy in self._versions.get(b, ()) if t < position]
+        return written[-1] if written else b
 
 
 def _moved_both_ways(memgraph: MemGraph) -> dict[BufferId, int]:
@@ -127,7 +160,7 @@ def _moved_both_ways(memgraph: MemGraph) -> dict[BufferId, int]:
 
 
 def _seconds_to_have(buffer: Buffer, rates: Rates) -> float:
-    """What it takes the link at most to have what nobody else reads at that time."""
+    """What the link pays at most to keep an operand that nobody else reads until then."""
     if buffer.pinned:
         return 0.0
     if buffer.start is Place.HOST:

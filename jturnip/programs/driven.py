@@ -67,7 +67,7 @@ def _loop(
     constants = [h.kept() for h in operands[: of_condition + of_body]]
     carried = operands[of_condition + of_body :]
     # A carried array that the caller keeps on the device is copied: it stays there.
-    staying = bytes_on_device(h for h in carried if not h.ours)
+    staying, room = bytes_on_device(h for h in carried if not h.ours), budget.room
     budget = budget.beside(staying)
     on_host = _carried_on_host(carried, budget.room)
     condition = Condition(params["cond_jaxpr"], of_condition)
@@ -102,7 +102,7 @@ def _loop(
     left = budget.beside(beside)
     begin = make_program(params["cond_jaxpr"], (), asked, left, how, frozenset([0]))
     used_up = _used_up(body)[of_condition + of_body :]
-    plan = together([("condition", begin.plan), ("body", body.plan)], budget.room)
+    plan = together([("condition", begin.plan), ("body", body.plan)], room)
     everything = sum(all_constants((begin, body)).values())
     lacking = lambda program: everything - sum(program.constants.values())
     peak = max(

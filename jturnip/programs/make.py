@@ -87,31 +87,36 @@ def _made(
     avals = argument_avals(closed, condition)
     refusals: list[DoesNotFit] = []
     seen = Seen(platform=compat.lowering_platform(arguments.device))
-    # Only what cannot be planned otherwise is cut along its axes.
-    for axes in (False, True) if how.axes and not how.finest else (False,):
-        for attempt in how.attempts:
-            streaming = None
-            if how.streams:
-                streaming = attempts.streaming(avals, arguments, budget, attempt)
-                if how.accelerator is not None:
-                    expected = rates(arguments.device, how.accelerator)
-                    streaming = dataclasses.replace(streaming, rates=expected)
-            flat = flatten(closed, forwarded, streaming, condition, seen)
-            has_loops = any(e.name in ("scan", "while", "cond") for e in flat.equations)
-            if axes and streaming is not None and not has_loops:
-                # What was cut along rows is to be cut along any axis instead.
-                flat = flatten(closed, forwarded, None, condition, seen)
-            inner = dataclasses.replace(how, axes=axes)
-            make = functools.partial(_of_flat, flat, arguments, budget, inner, attempt)
-            try:
-                made = make(to_host)
-                if _may_be_called_again(made, budget, how.returned):
-                    return made
-                return make(to_host.union(*how.returned.groups))
-            except DoesNotFit as error:
-                refusals.append(error.with_traceback(None))
-                if not has_loops or streaming is None:
-                    break
+    if how.axes:  # only what cannot be planned otherwise is cut along its axes
+        uncut = dataclasses.replace(how, axes=False)
+        try:
+            return make_program(
+                closed, forwarded, arguments, budget, uncut, to_host, condition
+            )
+        except DoesNotFit as error:
+            refusals.append(error.with_traceback(None))
+    for attempt in how.attempts if not (how.axes and how.finest) else ():
+        streaming = None
+        if how.streams:
+            streaming = attempts.streaming(avals, arguments, budget, attempt)
+            if how.accelerator is not None:
+                expected = rates(arguments.device, how.accelerator)
+                streaming = dataclasses.replace(streaming, rates=expected)
+        flat = flatten(closed, forwarded, streaming, condition, seen)
+        has_loops = any(e.name in ("scan", "while", "cond") for e in flat.equations)
+        if how.axes and streaming is not None and not has_loops:
+            # What was cut along rows is to be cut along any axis instead.
+            flat = flatten(closed, forwarded, None, condition, seen)
+        make = functools.partial(_of_flat, flat, arguments, budget, how, attempt)
+        try:
+            made = make(to_host)
+            if _may_be_called_again(made, budget, how.returned):
+                return made
+            return make(to_host.union(*how.returned.groups))
+        except DoesNotFit as error:
+            refusals.append(error.with_traceback(None))
+            if not has_loops or streaming is None:
+                break
     refusal = min(refusals, key=lambda refusal: refusal.needed_bytes)
     return refusal.with_traceback(None)
 
@@ -205,9 +210,10 @@ def _cut_along_axes(
     refusal: DoesNotFit | None = None
     found: list[Straight] = []
     arena = budget.arena(arguments.device)
-    where, platform = places.where(flat, arguments), arguments.device.platform
+    where, device = places.where(flat, arguments), arguments.device
+    expected = rates(device, how.accelerator)
     if places.bytes_at_start(flat, arguments) <= arena:
-        for cut in cut_along_axes(flat, where, arena, platform):
+        for cut in cut_along_axes(flat, where, arena, expected, device.platform):
             try:
                 found.append(_straight(cut, arguments, budget, how, to_host))
             except DoesNotFit as error:

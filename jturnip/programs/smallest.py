@@ -25,16 +25,17 @@ def smallest(refusal_in: Callable[[int], DoesNotFit | None]) -> int:
     works, step = asked, _WITHIN
     while refused < (most := _less(works, _WITHIN)):
         asked_for = 0 if refusal is None else refusal.needed_bytes
-        if refused < asked_for <= most:
+        as_asked = refused < asked_for <= most
+        if as_asked:
             asked = asked_for
         else:
             between = int((refused * works) ** 0.5)
             asked = max(refused + 1, min(between, most), _less(works, step))
         refusal = refusal_in(asked)
-        if refusal is None:
-            works, step = asked, _WITHIN if asked == asked_for else min(2 * step, 0.5)
-        else:
+        if refusal is not None:
             refused, step = asked, _WITHIN
+        else:  # what a refusal asks for is often the least: look just below that first
+            works, step = asked, _WITHIN if as_asked else min(2 * step, 0.5)
     return works
 
 

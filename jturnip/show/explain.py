@@ -61,10 +61,10 @@ def _order(plan: Plan) -> str:
     again = plan.repeated_tasks
     if not again:
         return IN_WORDS[plan.task_order]
-    many = f"{again} tasks run" if again > 1 else "One task runs"
+    many = "Once a task runs" if again == 1 else f"{again} times a task runs"
     return (
-        f"{IN_WORDS[plan.task_order]} {many} a second time, since to move the results would"
-        " take longer."
+        f"{IN_WORDS[plan.task_order]} {many} that has run before, since to move its results"
+        " would take longer."
     )
 
 

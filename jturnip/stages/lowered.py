@@ -15,7 +15,7 @@ from jturnip import compat, memory, placement
 from jturnip.compat import Device
 from jturnip.compiler.executables import Trials, compile_whole
 from jturnip.compiler.report import CompileReport
-from jturnip.errors import DoesNotFit, UnsupportedError
+from jturnip.errors import DoesNotFit, HostMemoryError, UnsupportedError
 from jturnip.frontend.flatten import flatten
 from jturnip.frontend.inline import pruned_arguments
 from jturnip.frontend.streaming import Seen
@@ -261,6 +261,9 @@ class Lowered:
             _ = other._whole is not None or other._program
         except DoesNotFit as refusal:
             return refusal.with_traceback(None)
+        except HostMemoryError as error:  # how much less would have to leave nobody knows
+            more = 3 * gpu_bytes // 2 + 1
+            return DoesNotFit(str(error), needed_bytes=more, gpu_bytes=gpu_bytes)
         return None
 
     @functools.cached_property
@@ -368,6 +371,7 @@ class Lowered:
         here = how if without_rows is None else dataclasses.replace(how, streams=False)
         uncut_here = dataclasses.replace(here, axes=False)
         own = Budget(self.gpu_bytes)
+        # As it is; then with what is ours in host memory; then cut along axes.
         try:
             return made(self._given, own, uncut_here)
         except DoesNotFit:

@@ -23,6 +23,7 @@ from jturnip.frontend.choosing import (
     nbytes_of,
     touched,
 )
+from jturnip.frontend.costs import DeviceRates
 from jturnip.frontend.values import Equation, FlatJaxpr
 from jturnip.units import format_bytes
 
@@ -60,7 +61,7 @@ def _tries() -> Iterator[tuple[int, float, bool, bool, float]]:
 
 
 def cut_along_axes(
-    flat: FlatJaxpr, where: Where, arena: int, platform: str
+    flat: FlatJaxpr, where: Where, arena: int, rates: DeviceRates, platform: str
 ) -> Iterator[FlatJaxpr]:
     """The function with its large stretches cut, in some ways that are worth trying.
 
@@ -68,6 +69,7 @@ def cut_along_axes(
       flat: a function of which something does not fit.
       where: where its arguments are.
       arena: bytes on the device; where none are left, there is no way.
+      rates: what the device is expected to do.
       platform: the device's.
     """
     arena -= nbytes_of(flat, where.staying)
@@ -80,7 +82,7 @@ def cut_along_axes(
         if search.is_over(apart):
             continue
         least = max(1, int(arena / tighter * share))
-        room = Room(arena // tighter, least, at_once, eager, apart, slow, where)
+        room = Room(arena // tighter, least, at_once, eager, apart, slow, rates, where)
         cut, key = flat, []
         for _ in range(_AXES):
             again, how = cut_once(cut, room, True, search)

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jturnip.frontend import parts
+from jturnip.frontend import costs, parts
 from jturnip.frontend.axes import Known, rules
 from jturnip.frontend.cutting import Blocks, Cutting, Tasks, with_cuttings
 from jturnip.frontend.sets import Joined
@@ -36,6 +36,11 @@ _WITH_NEXT = 0.4
 _TIMES_AHEAD = 4
 # The share that what is cut along the first of several axes takes.
 _OF_AXIS = 0.55
+# What is cut along the first of several axes comes in so many times the parts, of which
+# as many stay: when they change, the first of the next is soon there. Not where a part of
+# a part, of which there are about so many, would be too little work for a task.
+_FINER = 4
+_PARTS_OF_A_PART = 16
 # Axes of so many of the largest values are looked at.
 _SEEDS = 3
 
@@ -93,6 +98,7 @@ class Room:
     apart: bool
     # Primitives that are slow in loops on this platform.
     slow: frozenset[str]
+    rates: costs.DeviceRates
     where: Where
 
     @property
@@ -336,11 +342,19 @@ def _into_tasks(
     needed = {n: held[n] + block // n for n in counts}
     fit = [n for n in counts if needed[n] <= room.arena * _OF_TASK]
     fit = fit or [n for n in counts if needed[n] <= room.arena]
+    abreast = _abreast(stretches, stretch, room, max(each[0] for each in sizes), sliced)
+    if abreast > 1:  # with the part that all of them read, and the next one
+        together = {
+            n: max(abreast * whole + 2 * in_parts // n for whole, in_parts in sizes)
+            for n in counts
+        }
+        roomy = [n for n in fit if together[n] + block // n <= room.arena * _OF_TASK]
+        fit, abreast = (roomy, abreast) if roomy else (fit, 1)
     ahead = [n for n in fit if held[n] <= room.arena * _WITH_NEXT]
     if fit:
         tasks = ahead[0] if ahead and ahead[0] <= _TIMES_AHEAD * fit[0] else fit[0]
         size = _size(stretch.length, tasks)
-        return Tasks(stretch, size, held[tasks], sliced & hosted, left, apart)
+        return Tasks(stretch, size, held[tasks], sliced & hosted, left, apart, abreast)
     # The rest may be cut along another axis, results with it: a part of the operands stays
     # while the others' parts pass, once for each of it.
     whole, in_parts = (max(each) for each in zip(*sizes, strict=True))
@@ -351,8 +365,30 @@ def _into_tasks(
     little = [n for n in counts if staying // n <= share < in_parts]
     if not little:
         return None
-    size = _size(stretch.length, little[0])
+    size = _size(stretch.length, _finer(flat, stretch, room, little[0], counts[-1]))
     return Tasks(stretch, size, room.arena + whole, sliced & hosted, left, apart)
+
+
+def _abreast(
+    stretches: Stretches, stretch: Stretch, room: Room, whole: int, sliced: frozenset[int]
+) -> int:
+    """How many stretches that read the same parts are done side by side: what each holds
+    by itself stays meanwhile."""
+    if not whole or not sliced or stretch.reduced:
+        return 1
+    inside = frozenset(stretch.equations)
+    readers = [stretches.readers[v] for v in sliced]
+    alike = min(len(each) // len(inside.intersection(each)) for each in readers)
+    return max(1, min(alike, int(room.arena * _OF_AXIS) // whole))
+
+
+def _finer(flat: FlatJaxpr, stretch: Stretch, room: Room, count: int, most: int) -> int:
+    """In how many parts a stretch is cut that is cut into `count` at least, and each of
+    those again."""
+    flops = sum(costs.flops(flat.equations[i].origin) for i in stretch.working)
+    pieces = _FINER * count * _PARTS_OF_A_PART
+    is_enough = flops / room.rates.flops_per_second >= pieces * room.rates.launch_seconds
+    return _FINER * count if is_enough and _FINER * count <= most else count
 
 
 def _held_apiece(stretches: Stretches, stretch: Stretch) -> list[set[int]]:

@@ -54,11 +54,27 @@ class Tasks:
     left_in_parts: frozenset[int]
     # What others read of it piece by piece, and is never put together for them.
     apart: frozenset[int]
+    # So many that read the same parts are done side by side: a part once for all of them.
+    abreast: int = 1
 
     @property
     def key(self) -> Any:
         """The same for the same cut of the same function."""
-        return self.stretch.key, self.size, self.sliced, self.left_in_parts, self.apart
+        left = self.left_in_parts, self.apart, self.abreast
+        return self.stretch.key, self.size, self.sliced, *left
+
+    def goes_with(self, first: "Tasks") -> bool:
+        """Whether it is done side by side with another that comes before it."""
+        mine, its = self.stretch, first.stretch
+        return (
+            first.abreast > 1
+            and (self.size, mine.length) == (first.size, its.length)
+            and not self.sliced.isdisjoint(first.sliced)
+            and mine.loops == its.loops == 1
+            and not mine.reduced
+            and not its.reduced
+            and set(its.leaving).isdisjoint(mine.entering)
+        )
 
 
 Cutting: TypeAlias = Blocks | Tasks
@@ -87,6 +103,10 @@ class _New:
         self._equations: list[Equation] = []
         # Equations made for one part, which others have too.
         self._known: dict[Any, Any] = {}
+        # Stretches that will be done side by side; what those before them read in parts,
+        # and whether that was from the last part to the first.
+        self._abreast: list[Tasks] = []
+        self._passed: tuple[frozenset[int], bool] = frozenset(), True
 
     def result(self) -> FlatJaxpr:
         flat = self._flat
@@ -106,6 +126,7 @@ class _New:
                 done.update(ends[i].stretch.equations if i in ends else (i,))
             assert len(later) < len(waiting), "stretches that wait for one another"
             waiting = later
+        self._do_abreast()
         self._whole(v for output in self._outputs for v in values_of(output))
         used = {v for e in self._equations for v in read_by(e)}
         return dataclasses.replace(
@@ -117,19 +138,36 @@ class _New:
         )
 
     def _add(self, i: int, cutting: Cutting | None) -> None:
-        if cutting is None:
+        waiting = self._abreast
+        if waiting and isinstance(cutting, Tasks) and len(waiting) < waiting[0].abreast:
+            if all(cutting.goes_with(before) for before in waiting):
+                waiting.append(cutting)
+                return
+        self._do_abreast()
+        if isinstance(cutting, Tasks):
+            waiting.append(cutting)
+        elif cutting is not None:
+            self._make_apart_anew(cutting)
+            self._in_blocks(cutting)
+        else:
             e = self._flat.equations[i]
             if self._apart.keys().isdisjoint(e.outputs):
                 self._whole(read_by(e))
                 self._equations.append(e)
-            return  # else it is put together when it is read
+            # else it is put together when it is read
+
+    def _do_abreast(self) -> None:
+        """Adds the stretches that wait to be done side by side."""
+        for cutting in self._abreast:
+            self._make_apart_anew(cutting)
+        if self._abreast:
+            self._in_tasks(self._abreast)
+        self._abreast.clear()
+
+    def _make_apart_anew(self, cutting: Cutting) -> None:
         for i in cutting.stretch.equations:
             for v in self._flat.equations[i].outputs:
                 self._apart.pop(v, None)
-        if isinstance(cutting, Tasks):
-            self._in_tasks(cutting)
-        else:
-            self._in_blocks(cutting)
 
     def _in_blocks(self, cutting: Blocks) -> None:
         stretch = cutting.stretch
@@ -167,25 +205,39 @@ class _New:
         self._types.append(t)
         return len(self._types) - 1
 
-    def _in_tasks(self, cutting: Tasks) -> None:
-        flat, stretch = self._flat, cutting.stretch
+    def _in_tasks(self, abreast: Sequence[Tasks]) -> None:
+        """Adds the parts of some stretches; of more than one where each is one loop."""
+        flat, lows = self._flat, _lows(abreast[0])
         # What each part of a value is, by its first position.
-        made: dict[int, dict[int, int]] = {low: {} for low in _lows(cutting)}
-        sofar: dict[int, int] = {}
-        for each in stretch.passes(flat):
-            for i in each.once:
+        made: list[dict[int, dict[int, int]]] = [{low: {} for low in lows} for _ in abreast]
+        loops = (cutting.stretch.passes(flat) for cutting in abreast)
+        for loop in zip(*loops, strict=True):
+            for i in itertools.chain(*(each.once for each in loop)):
                 self._whole(read_by(flat.equations[i]))
                 self._equations.append(flat.equations[i])
-            for low, before in made.items():
-                part = self._part(cutting, each.steps, low, before)
-                before.update((v, part[v]) for v in each.wanted if v in stretch.dims)
-                for v in each.wanted:
-                    if v in stretch.reduced:  # partial results are combined as they come
-                        last = low == max(made)
-                        sofar[v] = self._combined(stretch, v, sofar.get(v), part[v], last)
-        for v in stretch.leaving:
-            if v in stretch.dims:
-                self._put_together(cutting, v, {low: part[v] for low, part in made.items()})
+            sofar: dict[int, int] = {}
+            for low in self._there_and_back(abreast[0]):
+                for cutting, each, of in zip(abreast, loop, made, strict=True):
+                    part = self._part(cutting, each.steps, low, of[low])
+                    for v in each.wanted:
+                        if v in cutting.stretch.dims:
+                            of[low][v] = part[v]
+                        else:  # partial results are combined as they come
+                            last, before = low == lows[-1], sofar.get(v)
+                            sofar[v] = self._combined(cutting, v, before, part[v], last)
+        for cutting, of in zip(abreast, made, strict=True):
+            for v in cutting.stretch.leaving:
+                if v in cutting.stretch.dims:
+                    self._put_together(cutting, v, {low: of[low][v] for low in lows})
+
+    def _there_and_back(self, cutting: Tasks) -> Sequence[int]:
+        """The order in which parts are read: where the same were read just before, the last
+        of them come first, since they are still there. Sums stay in their order."""
+        before, backwards = self._passed
+        again = not cutting.sliced.isdisjoint(before) and not cutting.stretch.reduced
+        self._passed = cutting.sliced, again and not backwards
+        lows = _lows(cutting)
+        return lows[::-1] if again and not backwards else lows
 
     def _put_together(self, cutting: Tasks, v: int, parts: Mapping[int, int]) -> None:
         stretch, dim, values = cutting.stretch, cutting.stretch.dims[v], [*parts.values()]
@@ -241,11 +293,11 @@ class _New:
         return value
 
     def _combined(
-        self, stretch: Stretch, v: int, sofar: int | None, part: int, last: bool
+        self, cutting: Tasks, v: int, sofar: int | None, part: int, last: bool
     ) -> int:
         if sofar is None:
             return part
-        name = self._flat.equations[stretch.reduced[v]].name
+        name = self._flat.equations[cutting.stretch.reduced[v]].name
         dtype = self._types[v].dtype if last else None
         closed = parts.combining(name, self._types[sofar], self._types[part], dtype)
         total = v if last else self._value(Type.of(closed.jaxpr.outvars[0].aval))

@@ -8,7 +8,7 @@ runs each in less than XLA's peak and writes docs/large-intermediates.md.
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import numpy as np
 from checks import assert_same, whole_bytes
 
 import jturnip
+from jturnip.programs.devices import link_of
 
 
 class long(int):
@@ -450,9 +451,22 @@ def grown(case: Case) -> tuple[Any, int]:
         times *= 2
 
 
-def time_over(case: Case, args: Any, gpu_bytes: int) -> tuple[float, float]:
-    """Time of a call in a budget over that of `jax.jit` with its arguments on the device,
-    and that in milliseconds: medians of calls in turn."""
+@dataclass(frozen=True)
+class Timed:
+    """Calls in a budget beside calls of `jax.jit` with its arguments on the device."""
+
+    # Time over time, the median of calls in turn, and seconds of `jax.jit`.
+    ratio: float
+    seconds: float
+    # Time over the larger of that of `jax.jit` and that of the arguments and results over
+    # the link at hand.
+    over_limit: float
+    # Whether arguments and results fit in the budget together: else the link is busy with
+    # them, whatever is done.
+    ends_fit: bool
+
+
+def timed(case: Case, args: Any, gpu_bytes: int) -> Timed:
     ours, stock = jturnip.jit(case.fn, gpu_bytes), jax.jit(case.fn)
     hosted, here = jturnip.host(args), jax.device_put(args)
     taken = []
@@ -464,12 +478,40 @@ def time_over(case: Case, args: Any, gpu_bytes: int) -> tuple[float, float]:
             row.append(time.perf_counter() - begin)
         taken.append(row)
     ratio = statistics.median(a / b for a, b in taken[1:])
-    return ratio, 1e3 * statistics.median(b for _, b in taken[1:])
+    seconds = statistics.median(b for _, b in taken[1:])
+    nbytes = lambda tree: sum(a.nbytes for a in jax.tree.leaves(tree))
+    into, out = nbytes(args), nbytes(stock(*here))
+    link = link_of(jax.devices()[0], None)
+    limit = max(seconds, into / link.h2d_bytes_per_second, out / link.d2h_bytes_per_second)
+    over_limit = statistics.median(a for a, _ in taken[1:]) / limit
+    return Timed(ratio, seconds, over_limit, into + out <= gpu_bytes)
+
+
+def _times(found: Sequence[Timed]) -> str:
+    """Two lines on the times of functions."""
+    lines = []
+    for ends_fit, where in ((True, "fit in that"), (False, "do not fit in that")):
+        some = [t for t in found if t.ends_fit is ends_fit]
+        ratios = [t.ratio for t in some]
+        line = (
+            f"  - Of {len(some)} whose arguments and results {where} together: median"
+            f" {statistics.median(ratios):.2f}, worst {max(ratios):.2f},"
+            f" {sum(r > 1.5 for r in ratios)} above 1.5."
+        )
+        if not ends_fit:
+            over = [t.over_limit for t in some]
+            line += (
+                " Their time over the larger of that of `jax.jit` and that of these bytes"
+                f" over the link at hand: median {statistics.median(over):.2f}, worst"
+                f" {max(over):.2f}."
+            )
+        lines.append(line)
+    return "\n".join(lines)
 
 
 def main() -> None:
     rows, ran, refused_at_peak, above_peak = [], 0, 0, 0
-    times: list[float] = []
+    times: list[Timed] = []
     for name, case in CASES.items():
         args = case.make()
         compiled = jax.jit(case.fn).lower(*args).compile()
@@ -477,7 +519,7 @@ def main() -> None:
         ends = sum(a.nbytes for a in jax.tree.leaves((args, expected)))
         hosted = jturnip.host(args)
         refused_at_peak += isinstance(pair(case, hosted, peak), jturnip.DoesNotFit)
-        cells, timed = [], ""
+        cells, took = [], ""
         for share in SHARES:
             found = pair(case, hosted, peak // share)
             if isinstance(found, jturnip.DoesNotFit):
@@ -489,16 +531,18 @@ def main() -> None:
                 cells.append("runs")
         try:
             more, its_peak = grown(case)
-            ratio, milliseconds = time_over(case, more, its_peak // _TIMED)
-            times.append(ratio)
-            timed = f"{ratio:.2f} of {milliseconds:.2g} ms"
+            found = timed(case, more, its_peak // _TIMED)
+            times.append(found)
+            took = f"{found.ratio:.2f} of {1e3 * found.seconds:.2g} ms"
+            if not found.ends_fit:
+                took += f"; {found.over_limit:.2f} of the limit"
         except jturnip.DoesNotFit:
-            timed = "refused"
+            took = "refused"
         why = _WHY.get(name, "") if any(cell != "runs" for cell in cells) else ""
-        print(name, cells, timed, why, flush=True)
+        print(name, cells, took, why, flush=True)
         assert why or all(cell == "runs" for cell in cells), f"{name}: say why"
         rows.append(
-            f"| {name} | {ends / peak:.2f} | {' | '.join(cells)} | {timed} | {why} |"
+            f"| {name} | {ends / peak:.2f} | {' | '.join(cells)} | {took} | {why} |"
         )
     pairs = len(SHARES) * len(CASES)
     PAGE.write_text(
@@ -511,10 +555,9 @@ def main() -> None:
         f"- Pairs of function and budget that run: {ran} of {pairs}"
         f" ({100 * ran / pairs:.0f}%), all with the answer of `jax.jit`.\n"
         f"- Time in 1/{_TIMED} of the peak over that of `jax.jit`, with its arguments on"
-        f" the device: median {statistics.median(times):.2f}, worst {max(times):.2f}; of"
-        f" {len(times)}, {sum(t > 1.5 for t in times)} take more than 1.5 times as long."
-        " Measured with long dimensions grown until `jax.jit` takes at least"
-        f" {1e3 * _SECONDS:.0f} ms.\n\n"
+        f" the device: median {statistics.median(t.ratio for t in times):.2f} of"
+        f" {len(times)}. Measured with long dimensions grown until `jax.jit` takes at least"
+        f" {1e3 * _SECONDS:.0f} ms.\n{_times(times)}\n\n"
         "| function | arguments and results | in 1/2 | in 1/4 | in 1/8"
         f" | time in 1/{_TIMED} | why not |\n"
         + "| --- " * 7

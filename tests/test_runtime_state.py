@@ -36,6 +36,7 @@ def a_schedule(engines: Sequence[int], deps: dict[int, Sequence[int]]) -> Schedu
         ranks=tuple(range(count)),
         by_rank=tuple(range(count)),
         seconds=(1.0,) * count,
+        dispatch_seconds=zeros,
         takes=zeros,
         gives_back=zeros,
         frees=zeros,

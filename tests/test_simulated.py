@@ -22,9 +22,11 @@ LINK = Link(1.0, 1.0)
 
 
 def a_schedule(
-    ops: Sequence[tuple[int, float]], deps: dict[int, Sequence[int]] | None = None
+    ops: Sequence[tuple[int, float]],
+    deps: dict[int, Sequence[int]] | None = None,
+    dispatch: Sequence[float] = (),
 ) -> Schedule:
-    """Ops as (engine, seconds), each of which waits for some."""
+    """Ops as (engine, seconds), each of which waits for some; what their starts take."""
     count, deps = len(ops), deps or {}
     zeros = (0,) * count
     return Schedule(
@@ -36,6 +38,7 @@ def a_schedule(
         ranks=tuple(range(count)),
         by_rank=tuple(range(count)),
         seconds=tuple(seconds for _, seconds in ops),
+        dispatch_seconds=tuple(dispatch) or zeros,
         takes=zeros,
         gives_back=zeros,
         frees=zeros,
@@ -105,9 +108,26 @@ def test_a_copy_costs_nothing_where_no_task_could_run():
 
 
 def test_the_loop_takes_its_time_to_start_a_copy():
-    link = Link(1.0, 1.0, issue_seconds=0.5)
-    report = simulate(a_schedule([(H2D, 3.0), (D2H, 3.0)]), link=link)
+    ops = [(H2D, 3.0), (D2H, 3.0)]
+    report = simulate(a_schedule(ops, dispatch=[0.5, 0.5]))
     assert report.ends == (3.5, 4.0)  # those to the host are started first
+
+
+def test_what_runs_in_the_loop_lets_nothing_else_begin():
+    ops = [(COMPUTE, 4.0), (H2D, 1.0), (H2D, 1.0), (COMPUTE, 1.0)]
+    deps = {2: [1], 3: [2]}
+    assert simulate(a_schedule(ops, deps)).seconds == 5.0
+    # The second copy begins when the task is over, not when the first copy is.
+    held = simulate(a_schedule(ops, deps, [4.0, 0.0, 0.0, 0.0]))
+    assert held.seconds == 6.0
+
+
+def test_time_does_not_run_backwards():
+    ops = [(COMPUTE, 1.0), (H2D, 0.25), (H2D, 0.25), (COMPUTE, 1.0)]
+    report = simulate(a_schedule(ops, {3: [0]}, [0.0, 1.0, 1.0, 0.0]))
+    # The loop starts both copies first, and hears of neither meanwhile.
+    assert report.order == (1, 2, 0, 3)
+    assert report.ends == (1.25, 2.25, 3.0, 4.0)
 
 
 def test_an_offload_begins_when_the_run_that_wrote_is_over():

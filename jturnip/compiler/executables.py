@@ -43,7 +43,7 @@ from jturnip.units import GRANULE
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class Executable:
-    """A compiled task. All fields but `seconds` never change."""
+    """A compiled task. All fields but the two last never change."""
 
     # Called with device arrays, in the order of the task's inputs (then its numbers, then
     # the mark's slot).
@@ -59,8 +59,9 @@ class Executable:
     may_be_tried: bool
     # (result, argument), by position: the one is written over the other, which is used up.
     overwrites: tuple[tuple[int, int], ...] = ()
-    # Time of one call as measured, or None.
+    # Time of one call as measured, or None; and of it, until the call returns.
     seconds: float | None = field(default=None)
+    dispatch_seconds: float = field(default=0.0)
 
 
 # Shared by all functions of the process, while one of them has it.
@@ -467,7 +468,9 @@ def try_out(
     token = memory.from_numpy(np.asarray(slot, np.int32), sharding)
     with trials.alone(), unheard():  # zeros make NaNs that are nobody's
         for executable, nbytes in untried:
-            executable.seconds = _seconds(executable, sharding, token)
+            executable.seconds, executable.dispatch_seconds = _seconds(
+                executable, sharding, token
+            )
             trials.peak_bytes = max(trials.peak_bytes, trials.there + nbytes + 2 * GRANULE)
     if queue.has_marks:
         queue.close_slot(slot)
@@ -475,18 +478,23 @@ def try_out(
 
 def _seconds(
     executable: Executable, sharding: jax.sharding.Sharding, token: jax.Array
-) -> float:
+) -> tuple[float, float]:
+    """Of a call, and until it returns: a CPU runs what is small in the caller's thread."""
     arguments = [memory.zeros(a, sharding) for a in executable.arguments]
     arguments += [token] if executable.marked else []
     seconds: list[float] = []
+    dispatch: list[float] = []
     while len(seconds) < 3 or (len(seconds) < 8 and sum(seconds) < _TRIAL_SECONDS):
         for _, i in executable.overwrites if seconds else ():  # used up by the last call
             arguments[i] = memory.zeros(executable.arguments[i], sharding)
         jax.block_until_ready(arguments)
         began = time.perf_counter()
-        jax.block_until_ready(executable.call(*arguments))
+        results = executable.call(*arguments)
+        dispatch.append(time.perf_counter() - began)
+        jax.block_until_ready(results)
         seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds[1:])  # the first is slow
+    # The first is slow.
+    return statistics.median(seconds[1:]), statistics.median(dispatch[1:])
 
 
 # -- keys ------------------------------------------------------------------------------

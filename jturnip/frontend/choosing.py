@@ -39,7 +39,7 @@ _OF_AXIS = 0.55
 # What is cut along the first of several axes comes in so many times the parts, of which
 # as many stay: when they change, the first of the next is soon there. Not where a part of
 # a part, of which there are about so many, would be too little work for a task.
-_FINER = 4
+_FINER = 2
 _PARTS_OF_A_PART = 16
 # Axes of so many of the largest values are looked at.
 _SEEDS = 3

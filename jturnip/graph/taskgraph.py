@@ -62,6 +62,8 @@ class Task:
     bytes_accessed: float = 0.0
     # Estimated or measured time on the device.
     seconds: float = 0.0
+    # Measured time for which its start holds the loop; a CPU runs small tasks in there.
+    dispatch_seconds: float = 0.0
     # What it does, for people: the name of its heaviest primitive.
     name: str = ""
     # The user's "file:line".

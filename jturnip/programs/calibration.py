@@ -1,18 +1,24 @@
 """What a link does, and what its copies cost the computing beside them: measured.
 
 Once in a process for each device, when tasks are first tried out on it. A CPU copies with
-the cores that also compute, so the time that copies take from them is time that tasks lose.
-An accelerator has engines for copies, which take a hundredth or so of its memory's
-bandwidth: that is not measured.
+the cores that also compute. A task is divided evenly among them and over when the last one
+is through, so it loses more than the seconds of the copy divided by the cores: what
+products lose is measured with copies beside them. An accelerator has engines for copies,
+which take a hundredth or so of its memory's bandwidth: that is not measured.
 """
 
+import contextlib
+import math
 import os
 import statistics
 import threading
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jturnip import memory, placement
@@ -28,11 +34,19 @@ _SMALL_BYTES = 4096
 # anything, where there is no room for more.
 _LARGE_BYTES = 4 << 20
 _LEAST_BYTES = 256 << 10
-# How many are on the device at once: small and large, the one before and the next.
-_ARRAYS = 4
+# How many are on the device at once: small and large, the one before and the next, and the
+# operand of a product with what that gives.
+_ARRAYS = 5
 # Copies of each kind; the first ones do not count.
 _COPIES = 15
 _WARM_UP = 4
+# What products lose to copies: so often measured, each time for so long, beside copies of
+# so many bytes a second.
+_ROUNDS = 6
+_SECONDS = 0.02
+_BESIDE = 1e9
+
+_Sharding: TypeAlias = jax.sharding.Sharding
 
 _links: dict[Device, Link] = {}
 _measuring = threading.Lock()
@@ -78,14 +92,16 @@ def _measured(device: Device, nbytes: int) -> Link:
     issue = statistics.mean(copies.issue_seconds for copies in small)
     if device.platform != "cpu":
         return Link(h2d, d2h, latency, issue)
-    each = statistics.mean(copies.busy_seconds for copies in small) / _cores()
-    of_large = statistics.mean(copies.busy_seconds for copies in large) / _cores()
-    return Link(h2d, d2h, latency, issue, each, max(0.0, of_large - each) / nbytes)
+    # Of each, the cores' own time at least.
+    each, lost = (
+        statistics.mean(copies.busy_seconds for copies in some) / _cores()
+        for some in (small, large)
+    )
+    lost = max(lost, _lost_to_a_copy(nbytes, ways))
+    return Link(h2d, d2h, latency, issue, each, max(0.0, lost - each) / nbytes)
 
 
-def _copies(
-    nbytes: int, source: jax.sharding.Sharding, target: jax.sharding.Sharding
-) -> _Copies:
+def _copies(nbytes: int, source: _Sharding, target: _Sharding) -> _Copies:
     """Copies one after the other, each waited for by a thread, as in a run."""
     array = memory.zeros(jax.ShapeDtypeStruct((nbytes // 4,), np.float32), source)
     jax.block_until_ready(array)
@@ -102,6 +118,51 @@ def _copies(
     # A quarter of them is not disturbed, and finds memory that need not be made first.
     first_quarter = lambda times: statistics.quantiles(times[_WARM_UP:], n=4)[0]
     return _Copies(first_quarter(seconds), first_quarter(issue), first_quarter(busy))
+
+
+def _lost_to_a_copy(nbytes: int, ways: Sequence[tuple[_Sharding, _Sharding]]) -> float:
+    """Seconds that products take longer for each copy beside them, of so many bytes."""
+    n = math.isqrt(nbytes // 8)
+    operand = memory.zeros(jax.ShapeDtypeStruct((n, n), np.float32), ways[0][1])
+    product = jax.jit(jnp.matmul).lower(operand, operand).compile()
+
+    def seconds_of(times: int) -> float:
+        began = time.perf_counter()
+        for _ in range(times):
+            jax.block_until_ready(product(operand, operand))
+        return time.perf_counter() - began
+
+    seconds_of(1)  # the first one is not as quick
+    times = max(1, round(_SECONDS / seconds_of(1)))
+    lost = []
+    for at in range(_ROUNDS):
+        alone = seconds_of(times)
+        with _copying(nbytes, *ways[at % len(ways)]) as done:
+            beside = seconds_of(times)
+        lost.append((beside - alone) / max(1, len(done)))
+    return statistics.median(lost)
+
+
+@contextlib.contextmanager
+def _copying(nbytes: int, source: _Sharding, target: _Sharding) -> Iterator[list[int]]:
+    """Copies in another thread meanwhile; one number more for each that is over."""
+    array = memory.zeros(jax.ShapeDtypeStruct((nbytes // 4,), np.float32), source)
+    jax.block_until_ready(array)
+    enough, done = threading.Event(), list[int]()
+
+    def copy() -> None:
+        with jax.transfer_guard("allow"):
+            while not enough.wait(nbytes / _BESIDE):
+                jax.block_until_ready(memory.transferred(array, target))
+                done.append(nbytes)
+
+    thread = threading.Thread(target=copy, daemon=True)
+    thread.start()
+    try:
+        yield done
+    finally:
+        enough.set()
+        thread.join()
 
 
 def _cores() -> int:

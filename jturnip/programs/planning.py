@@ -10,14 +10,14 @@ from typing import Any
 
 from jturnip import placement
 from jturnip.compiler import executables as compiler
-from jturnip.compiler.executables import Trials
+from jturnip.compiler.executables import Executable, Trials
 from jturnip.errors import HostMemoryError
 from jturnip.frontend.hints import nested
 from jturnip.frontend.values import Equation
 from jturnip.graph.memgraph import MemGraph
 from jturnip.graph.plan import Plan
 from jturnip.graph.report import RunReport
-from jturnip.graph.taskgraph import TaskGraph
+from jturnip.graph.taskgraph import Task, TaskGraph
 from jturnip.placement import Budget, Whose
 from jturnip.planner import figures, orders, recomputing
 from jturnip.planner.bound import busy_seconds, least_seconds
@@ -76,13 +76,18 @@ def measure(candidate: Split, trials: Trials) -> Split:
         trials,
     )
     calibrate(device, trials)
-    tasks = tuple(
-        dataclasses.replace(
-            t, seconds=candidate.executables[t.executable].seconds or t.seconds
-        )
-        for t in graph.tasks
-    )
+    tasks = tuple(_with_times(t, candidate.executables[t.executable]) for t in graph.tasks)
     return dataclasses.replace(candidate, graph=dataclasses.replace(graph, tasks=tasks))
+
+
+def _with_times(task: Task, executable: Executable) -> Task:
+    if executable.seconds is None:
+        return task
+    return dataclasses.replace(
+        task,
+        seconds=executable.seconds,
+        dispatch_seconds=executable.dispatch_seconds,
+    )
 
 
 def planned(split: Split, budget: Budget, how: How) -> Straight:

@@ -51,8 +51,9 @@ class Schedule:
     # Among the ready ops of an engine the lowest rank goes first; a permutation.
     ranks: tuple[int, ...]
     by_rank: tuple[int, ...]
-    # Predicted time on its engine.
+    # Predicted time on its engine, and for which its start holds the loop.
     seconds: tuple[float, ...]
+    dispatch_seconds: tuple[float, ...]
     # Arena bytes that its start takes (outputs, workspace or a reload's slot), that the
     # return of its dispatch gives back (workspace), and that it frees (a drop).
     takes: tuple[int, ...]
@@ -96,6 +97,14 @@ def schedule(graph: TaskGraph, memgraph: MemGraph, link: Link) -> Schedule:
         ranks=ranks,
         by_rank=by_rank,
         seconds=seconds,
+        dispatch_seconds=tuple(
+            link.issue_seconds
+            if e in (H2D, D2H)
+            else 0.0
+            if op.task is None
+            else graph.tasks[op.task].dispatch_seconds
+            for op, e in zip(ops, engines, strict=True)
+        ),
         takes=tuple(
             sum([sizes[i] for i in op.writes]) + w - p
             for op, w, p in zip(ops, workspaces, passed_on, strict=True)

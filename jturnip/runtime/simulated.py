@@ -4,6 +4,8 @@ Compute is one queue in order; each direction of the link moves one buffer at a 
 rate. A copy begins once what it depends on is really over, even where the state machine may
 issue it earlier. What a copy costs the computing beside it is taken from the compute engine
 when the copy starts: it delays the next task, unless that has to wait for longer anyway.
+The loop starts one op after the other, and hears of none meanwhile. A task that has to wait
+for its operands is started at once, though it runs later.
 """
 
 import heapq
@@ -44,25 +46,28 @@ class _VirtualEngines:
     def start(self, op: int) -> None:
         engine = self._schedule.engines[op]
         moves = self._schedule.moves[op]
-        if moves:
-            self._now += self._link.issue_seconds
         end = self._over[op]
+        if moves:
+            self._now += self._schedule.dispatch_seconds[op]
         if engine != NONE:
             begin = max(self._now, self._free[engine], end)
             end = self._free[engine] = begin + self._schedule.seconds[op]
             if moves:
                 end += self._link.latency_seconds
                 self._free[COMPUTE] += self._link.lost_seconds(moves)
+            elif begin == self._now:
+                self._now += self._schedule.dispatch_seconds[op]
             heapq.heappush(self._events, (end, op))
         for successor in self._schedule.successors[op]:
             if end > self._over[successor]:
                 self._over[successor] = end
 
     def wait(self) -> list[tuple[int, float]]:
-        self._now, op = heapq.heappop(self._events)
-        events = [(op, self._now)]
+        self._now = max(self._now, self._events[0][0])
+        events = []
         while self._events and self._events[0][0] <= self._now:
-            events.append((heapq.heappop(self._events)[1], self._now))
+            end, op = heapq.heappop(self._events)
+            events.append((op, end))
         return events
 
     def drain(self) -> None:

@@ -43,20 +43,20 @@ def predictions(
                     fn, int(budget * peak), link=link, donate_argnums=donated
                 )
                 title = f"{name}, {budget:.0%}, {rate / 1e9:g} GB/s"
+                pairs: list[tuple[jturnip.Prediction, jturnip.RunReport]] = []
                 try:
-                    lowered = step.lower(there, batch)
-                    _ = lowered.plan
+                    for _ in range(rounds):
+                        lowered = step.lower(there, batch)
+                        inside.forget_times(lowered)
+                        predicted = lowered.predict()
+                        compiled = lowered.compile()
+                        there, run = _run(compiled, there, batch, bool(donated))
+                        pairs.append((predicted, run))
                 except jturnip.DoesNotFit as error:
                     least = error.needed_bytes / peak
                     why = {"why": f"refused: at least {least:.1%} is needed"}
                     figures.append(Figure(title, (), "", None, {**why}))
                     continue
-                pairs: list[tuple[jturnip.Prediction, jturnip.RunReport]] = []
-                for _ in range(rounds):
-                    inside.forget_times(lowered)
-                    predicted = lowered.predict()
-                    there, run = _run(step, there, batch, bool(donated))
-                    pairs.append((predicted, run))
                 figures.append(_figure(title, pairs))
     about = (
         "What `lowered.predict()` says of the machine at hand before anything runs, and"

@@ -18,9 +18,11 @@ _RATES = {
     ),
     "gpu": DeviceRates(5e13, 2e12, 5e-5),
 }
-
-
-_LINKS = {"cpu": Link(5e9, 5e9), "gpu": Link(2.5e10, 2.5e10)}
+# And of links, with their latency, and the loop's time to start a copy.
+_LINKS = {
+    "cpu": Link(5e9, 5e9, latency_seconds=5e-5, issue_seconds=5e-5),
+    "gpu": Link(2.5e10, 2.5e10, latency_seconds=1e-5, issue_seconds=2e-5),
+}
 
 
 def rates(device: Device, instead: Accelerator | None = None) -> DeviceRates:

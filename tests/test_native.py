@@ -4,6 +4,7 @@ import contextlib
 import gc
 import math
 import pathlib
+import queue as std_queue
 import random
 import re
 import shutil
@@ -141,6 +142,40 @@ def test_several_threads_may_drain_and_each_id_comes_once(make):
         thread.join(LONG)
         assert not thread.is_alive()
     assert sorted(ids(taken.drain(0))) == [-1, -1, -1, *range(200)]
+
+
+def test_a_timeout_that_is_over_at_once_ends_the_wait():
+    """`queue.SimpleQueue` sleeps for ever here, within some hundred turns."""
+    inbox = queue.Inbox[int]()
+
+    def turns():
+        for turn in range(20_000):
+            inbox.put(turn)
+            assert inbox.get() == turn
+            with pytest.raises(std_queue.Empty):
+                inbox.get(timeout=1e-6)
+
+    thread = threading.Thread(target=turns, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+def test_what_is_put_while_one_waits_is_there_at_once():
+    inbox, back = queue.Inbox[int](), queue.Inbox[int]()
+
+    def echo():
+        while (item := inbox.get(timeout=60)) >= 0:
+            back.put(item)
+
+    thread = threading.Thread(target=echo, daemon=True)
+    thread.start()
+    for item in range(5_000):
+        inbox.put(item)
+        assert back.get(timeout=60) == item
+    inbox.put(-1)
+    thread.join(60)
+    assert not thread.is_alive()
 
 
 @both_queues

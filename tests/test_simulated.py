@@ -115,7 +115,7 @@ def test_the_loop_takes_its_time_to_start_a_copy():
 
 def test_what_runs_in_the_loop_lets_nothing_else_begin():
     ops = [(COMPUTE, 4.0), (H2D, 1.0), (H2D, 1.0), (COMPUTE, 1.0)]
-    deps = {2: [1], 3: [2]}
+    deps: dict[int, Sequence[int]] = {2: [1], 3: [2]}
     assert simulate(a_schedule(ops, deps)).seconds == 5.0
     # The second copy begins when the task is over, not when the first copy is.
     held = simulate(a_schedule(ops, deps, [4.0, 0.0, 0.0, 0.0]))

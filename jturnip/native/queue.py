@@ -1,13 +1,18 @@
 """The queue the runtime's loop sleeps on until the first of many things happens."""
 
+import collections
 import contextlib
 import math
 import queue
+import threading
 import time
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from jturnip.errors import InternalError
 from jturnip.native import marks
+
+
+_Item = TypeVar("_Item")
 
 
 class CompletionQueue(Protocol):
@@ -53,14 +58,45 @@ def make_queue() -> CompletionQueue:
     return _native.CompletionQueue()
 
 
+class Inbox(Generic[_Item]):
+    """What any thread puts and one thread gets.
+
+    `queue.SimpleQueue.get` may sleep for ever although it was given a timeout (CPython 3.11
+    to 3.13): where something was put and taken before without a wait, and the timeout has
+    passed when it looks the second time. Here too all is single calls into C, so that
+    Ctrl-C cannot leave it locked.
+    """
+
+    def __init__(self) -> None:
+        self._items: collections.deque[_Item] = collections.deque()
+        # Released when something was put since the last time it was acquired.
+        self._news = threading.Lock()
+        self._news.acquire()
+
+    def put(self, item: _Item) -> None:
+        self._items.append(item)
+        with contextlib.suppress(RuntimeError):  # it is released already
+            self._news.release()
+
+    def get(self, timeout: float | None = None) -> _Item:
+        """The oldest; raises `queue.Empty` where nothing came for so many seconds."""
+        end = math.inf if timeout is None else time.perf_counter() + timeout
+        while True:
+            with contextlib.suppress(IndexError):
+                return self._items.popleft()
+            left = end - time.perf_counter()
+            if left <= 0:
+                raise queue.Empty
+            self._news.acquire(timeout=min(left, threading.TIMEOUT_MAX))
+
+
 class PythonQueue:
     """A `CompletionQueue` in plain Python, without marks."""
 
     has_marks = False
 
     def __init__(self) -> None:
-        # Its methods are single calls into C: Ctrl-C cannot leave it locked.
-        self._completions: queue.SimpleQueue[tuple[int, float]] = queue.SimpleQueue()
+        self._completions = Inbox[tuple[int, float]]()
         # When the last that was drained was pushed.
         self._latest = 0.0
 
@@ -72,11 +108,9 @@ class PythonQueue:
             raise ValueError("timeout_seconds must be zero or more")
         taken = []
         with contextlib.suppress(queue.Empty):
-            if timeout_seconds > 0:
-                timeout = None if math.isinf(timeout_seconds) else timeout_seconds
-                taken.append(self._completions.get(timeout=timeout))
+            taken.append(self._completions.get(timeout_seconds))
             while True:
-                taken.append(self._completions.get_nowait())
+                taken.append(self._completions.get(timeout=0.0))
         # Two threads may look at the clock in one order and push in the other.
         for k, (id, when) in enumerate(taken):
             self._latest = max(self._latest, when)

@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from jturnip.native.queue import Inbox
+
 
 @dataclass(frozen=True)
 class SimulatedLink:
@@ -84,8 +86,7 @@ class LinkClock:
 
 
 # Copies that were made, and None for a run that is over.
-_inbox: "queue.SimpleQueue[tuple[LinkClock, int, int, bool, float] | None]"
-_inbox = queue.SimpleQueue()
+_inbox: "Inbox[tuple[LinkClock, int, int, bool, float] | None]" = Inbox()
 _starting = threading.Lock()
 _thread: threading.Thread | None = None
 

@@ -371,6 +371,16 @@ def test_what_reads_the_same_parts_is_done_side_by_side(after: Callable[[Any], A
     assert len(often) > len(read) / 2
 
 
+@pytest.mark.parametrize("share", [8, 12])
+def test_side_by_side_is_no_reason_to_refuse(share: int):
+    """It would be more parts than are tried: as few as there must be are tried as well."""
+    flat = flat_of(lambda a, b: a @ b, numbers(256, 256), numbers(256, 256))
+    where = blocks.Where(frozenset(flat.inputs))
+    free_launches = DeviceRates(1.0, 1.0, launch_seconds=0.0)
+    ways = blocks.cut_along_axes(flat, where, 4 * 256 * 256 // share, free_launches, "cpu")
+    assert len(next(ways).equations) <= 1024
+
+
 def test_an_out_of_core_product_is_near_the_limit():
     n = 16384
     matrix = jax.ShapeDtypeStruct((n, n), np.float32)

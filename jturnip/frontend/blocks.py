@@ -82,22 +82,45 @@ def cut_along_axes(
         if search.is_over(apart):
             continue
         least = max(1, int(arena / tighter * share))
-        room = Room(arena // tighter, least, at_once, eager, apart, slow, rates, where)
-        cut, key = flat, []
-        for _ in range(_AXES):
-            again, how = cut_once(cut, room, True, search)
-            if not how or len(again.equations) > room.most_equations + len(flat.equations):
+        # More parts, so that some can be side by side; and as few as there must be.
+        for side_by_side in (True, False):
+            room = Room(
+                arena // tighter,
+                least,
+                at_once,
+                eager,
+                apart,
+                side_by_side,
+                slow,
+                rates,
+                where,
+            )
+            finer, abreast = search.finer, search.abreast
+            cut, how = _cut(flat, room, search)
+            finer, abreast = search.finer - finer, search.abreast - abreast
+            if side_by_side and finer and not abreast:
+                continue  # for nothing
+            if not search.is_over(apart) and any(how) and how not in seen:
+                seen.add(how)
+                if _may_fit(cut, arena, where):
+                    yield cut
+            if not abreast:
                 break
-            cut = again
-            key.append(how)
-        cut, how = cut_once(cut, room, False, search)
+
+
+def _cut(
+    flat: FlatJaxpr, room: Room, search: Search
+) -> tuple[FlatJaxpr, tuple[tuple[Any, ...], ...]]:
+    """A function cut over tasks along some axes, then in blocks; and what was cut how."""
+    cut, key = flat, []
+    for _ in range(_AXES):
+        again, how = cut_once(cut, room, True, search)
+        if not how or len(again.equations) > room.most_equations + len(flat.equations):
+            break
+        cut = again
         key.append(how)
-        if search.is_over(apart):
-            continue
-        if any(key) and tuple(key) not in seen:
-            seen.add(tuple(key))
-            if _may_fit(cut, arena, where):
-                yield cut
+    cut, how = cut_once(cut, room, False, search)
+    return cut, (*key, how)
 
 
 def name_of(e: Equation) -> str:

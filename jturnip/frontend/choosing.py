@@ -36,9 +36,10 @@ _WITH_NEXT = 0.4
 _TIMES_AHEAD = 4
 # The share that what is cut along the first of several axes takes.
 _OF_AXIS = 0.55
-# What is cut along the first of several axes comes in so many times the parts, of which
-# as many stay: when they change, the first of the next is soon there. Not where a part of
-# a part, of which there are about so many, would be too little work for a task.
+# An operand that stays while the others' parts pass is cut into so many times the parts
+# that it must be, and as many of them stay together: when they are exchanged, one goes as
+# soon as its last task is over, and the next comes in its place. Not where a part of a
+# part, of which there are about so many (a guess), would be too little work for a task.
 _FINER = 2
 _PARTS_OF_A_PART = 16
 # Axes of so many of the largest values are looked at.
@@ -67,6 +68,10 @@ class Search:
     cut: dict[Any, tuple[FlatJaxpr, FlatJaxpr]] = field(default_factory=dict)
     visited: int = 0
     apart: int = 0
+    # How often there were more parts than need be, so that stretches can be side by side;
+    # and how often they were.
+    finer: int = 0
+    abreast: int = 0
 
     def see(self, count: int, apart: bool) -> bool:
         """Counts equations that are looked at; whether these are not too many."""
@@ -96,6 +101,8 @@ class Room:
     eager: bool
     # Whether what is between two stretches may stay in parts.
     apart: bool
+    # Whether stretches that read the same parts may be done side by side.
+    side_by_side: bool
     # Primitives that are slow in loops on this platform.
     slow: frozenset[str]
     rates: costs.DeviceRates
@@ -193,6 +200,7 @@ class _Choice:
         flat, inside = stretches.flat, frozenset(members)
         numbers: dict[int, int] = {}
         found: list[Any] = [self._tasks, room.arena, room.at_once, room.eager, room.apart]
+        found.append(room.side_by_side)
         for i in stretches.between(members):
             e = flat.equations[i]
             self._search.named[id(e.origin)] = e.origin
@@ -239,7 +247,9 @@ class _Choice:
 
     def _cutting(self, stretch: Stretch) -> Cutting | None:
         if self._tasks:
-            return _into_tasks(self._stretches, self._hosted, self._room, stretch)
+            return _into_tasks(
+                self._stretches, self._hosted, self._room, stretch, self._search
+            )
         return _into_blocks(self._stretches.flat, self._room, stretch)
 
     def _fits_in_blocks(self, stretch: Stretch) -> bool:
@@ -301,7 +311,11 @@ def _into_blocks(flat: FlatJaxpr, room: Room, stretch: Stretch) -> Blocks | None
 
 
 def _into_tasks(
-    stretches: Stretches, hosted: frozenset[int], room: Room, stretch: Stretch
+    stretches: Stretches,
+    hosted: frozenset[int],
+    room: Room,
+    stretch: Stretch,
+    search: Search,
 ) -> Tasks | None:
     """The fewest tasks of which each is expected to fit, perhaps in blocks; None where one
     does, or none are."""
@@ -343,13 +357,19 @@ def _into_tasks(
     fit = [n for n in counts if needed[n] <= room.arena * _OF_TASK]
     fit = fit or [n for n in counts if needed[n] <= room.arena]
     abreast = _abreast(stretches, stretch, room, max(each[0] for each in sizes), sliced)
-    if abreast > 1:  # with the part that all of them read, and the next one
-        together = {
+    if abreast > 1:  # beside what each holds: the part that all read, and the next one
+        side_by_side = {
             n: max(abreast * whole + 2 * in_parts // n for whole, in_parts in sizes)
             for n in counts
         }
-        roomy = [n for n in fit if together[n] + block // n <= room.arena * _OF_TASK]
+        roomy = [
+            n
+            for n in fit
+            if side_by_side[n] + block // n <= room.arena * _OF_TASK
+            and _are_worth_it(flat, stretch, room, n)
+        ]
         fit, abreast = (roomy, abreast) if roomy else (fit, 1)
+        search.abreast += abreast > 1
     ahead = [n for n in fit if held[n] <= room.arena * _WITH_NEXT]
     if fit:
         tasks = ahead[0] if ahead and ahead[0] <= _TIMES_AHEAD * fit[0] else fit[0]
@@ -365,7 +385,12 @@ def _into_tasks(
     little = [n for n in counts if staying // n <= share < in_parts]
     if not little:
         return None
-    size = _size(stretch.length, _finer(flat, stretch, room, little[0], counts[-1]))
+    count, finer = little[0], _FINER * little[0]
+    pieces = finer * _PARTS_OF_A_PART
+    if room.side_by_side and finer in counts and _are_worth_it(flat, stretch, room, pieces):
+        count = finer
+        search.finer += 1
+    size = _size(stretch.length, count)
     return Tasks(stretch, size, room.arena + whole, sliced & hosted, left, apart)
 
 
@@ -374,21 +399,19 @@ def _abreast(
 ) -> int:
     """How many stretches that read the same parts are done side by side: what each holds
     by itself stays meanwhile."""
-    if not whole or not sliced or stretch.reduced:
+    if not room.side_by_side or not whole or not sliced or stretch.reduced:
         return 1
     inside = frozenset(stretch.equations)
-    readers = [stretches.readers[v] for v in sliced]
+    readers = [frozenset(stretches.readers[v]) for v in sliced]
     alike = min(len(each) // len(inside.intersection(each)) for each in readers)
     return max(1, min(alike, int(room.arena * _OF_AXIS) // whole))
 
 
-def _finer(flat: FlatJaxpr, stretch: Stretch, room: Room, count: int, most: int) -> int:
-    """In how many parts a stretch is cut that is cut into `count` at least, and each of
-    those again."""
+def _are_worth_it(flat: FlatJaxpr, stretch: Stretch, room: Room, count: int) -> bool:
+    """Whether so many parts are each worth a launch."""
     flops = sum(costs.flops(flat.equations[i].origin) for i in stretch.working)
-    pieces = _FINER * count * _PARTS_OF_A_PART
-    is_enough = flops / room.rates.flops_per_second >= pieces * room.rates.launch_seconds
-    return _FINER * count if is_enough and _FINER * count <= most else count
+    seconds = flops / room.rates.flops_per_second
+    return seconds >= count * room.rates.launch_seconds
 
 
 def _held_apiece(stretches: Stretches, stretch: Stretch) -> list[set[int]]:

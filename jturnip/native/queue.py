@@ -63,8 +63,7 @@ class Inbox(Generic[_Item]):
 
     `queue.SimpleQueue.get` may sleep for ever although it was given a timeout (CPython 3.11
     to 3.13): where something was put and taken before without a wait, and the timeout has
-    passed when it looks the second time. Here too all is single calls into C, so that
-    Ctrl-C cannot leave it locked.
+    passed when it begins to wait again, with a negative one. Ctrl-C cannot leave it locked.
     """
 
     def __init__(self) -> None:

@@ -109,7 +109,7 @@ def _worthwhile(
             continue
         # A second run serves the readers of all results: it comes before the first of them.
         at = min(reader_after_the_longest_gap(b, task.id) for b in away)
-        operands = [copies.at(b, at) for b in task.inputs]
+        operands = [copies.read_at(b, at) for b in task.inputs]
         if any(overwriter.get(b, math.inf) < at for b in operands):
             continue  # there is nothing to make it of any more
         gain = sum(rates.seconds(graph.buffers[b].nbytes, moved[b]) for b in away)
@@ -139,7 +139,7 @@ class _Copies:
                 versions = self._versions.setdefault(b, [(before.id, b)])
                 versions.append((task.id, copy))
 
-    def at(self, b: BufferId, position: int) -> BufferId:
+    def read_at(self, b: BufferId, position: int) -> BufferId:
         """The copy of a buffer that a task would read there."""
         b = self._original.get(b, b)
         written = [copy for t, copy in self._versions.get(b, ()) if t < position]

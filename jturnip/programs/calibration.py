@@ -97,7 +97,8 @@ def _measured(device: Device, nbytes: int) -> Link:
         statistics.mean(copies.busy_seconds for copies in some) / _cores()
         for some in (small, large)
     )
-    lost = max(lost, _lost_to_a_copy(nbytes, ways))
+    with contextlib.suppress(Exception):  # where the caller's settings allow no product
+        lost = max(lost, _lost_to_a_copy(nbytes, ways))
     return Link(h2d, d2h, latency, issue, each, max(0.0, lost - each) / nbytes)
 
 

@@ -72,6 +72,9 @@ def build(
             executable = compiled.executables[task.executable]
             seconds = _seconds(flat, group, executable, arguments.device, accelerator)
             task = dataclasses.replace(task, seconds=seconds)
+            if accelerator is None:
+                held = executable.dispatch_seconds
+                task = dataclasses.replace(task, dispatch_seconds=held)
         tasks.append(task)
     graph = TaskGraph(
         tuple(buffers),

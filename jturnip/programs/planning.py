@@ -43,11 +43,8 @@ _MANY_TO_REORDER = 5_000
 # What is computed again changes what is moved: so often that is looked at.
 _ROUNDS = 3
 # Primitives that have no effects, and yet may give something else: those that draw numbers,
-# those that call Python, and those whose sums an accelerator adds up in any order.
-_NOT_THE_SAME_AGAIN = frozenset(
-    "rng_uniform pure_callback io_callback scatter-add scatter-mul"
-    " select_and_scatter_add".split()
-)
+# those that call Python, and those that an accelerator does in any order (all scatters).
+_NOT_THE_SAME_AGAIN = frozenset(["rng_uniform", "pure_callback", "io_callback"])
 
 # The paper's free order adapts to what really happens, which no prediction knows: another
 # strategy or order, or to compute some again, must be predicted to take less than this
@@ -284,7 +281,8 @@ def gives_the_same_again(e: Equation) -> bool:
 
 def _is_the_same(eqn: Any) -> bool:
     """Whether an equation, and all that is nested in it, gives the same each time."""
-    if getattr(eqn, "effects", ()) or eqn.primitive.name in _NOT_THE_SAME_AGAIN:
+    name = eqn.primitive.name
+    if getattr(eqn, "effects", ()) or name in _NOT_THE_SAME_AGAIN or "scatter" in name:
         return False
     bodies = (getattr(closed, "jaxpr", closed) for closed in nested(eqn))
     return all(_is_the_same(inner) for body in bodies for inner in body.eqns)

@@ -55,7 +55,7 @@ class _VirtualEngines:
             if moves:
                 end += self._link.latency_seconds
                 self._free[COMPUTE] += self._link.lost_seconds(moves)
-            elif begin == self._now:
+            elif begin == self._now:  # a CPU runs what is small within the call
                 self._now += self._schedule.dispatch_seconds[op]
             heapq.heappush(self._events, (end, op))
         for successor in self._schedule.successors[op]:

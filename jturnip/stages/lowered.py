@@ -261,7 +261,12 @@ class Lowered:
             _ = other._whole is not None or other._program
         except DoesNotFit as refusal:
             return refusal.with_traceback(None)
-        except HostMemoryError as error:  # how much less would have to leave nobody knows
+        except HostMemoryError as error:
+            # Which budget leaves the host enough nobody knows; none does where not even
+            # that of all values at once does.
+            types = () if self._flat is None else self._flat.types
+            if gpu_bytes > 2 * sum(padded(t.nbytes) for t in types):
+                raise
             more = 3 * gpu_bytes // 2 + 1
             return DoesNotFit(str(error), needed_bytes=more, gpu_bytes=gpu_bytes)
         return None

@@ -21,6 +21,7 @@ import pytest
 
 import jturnip.native
 from jturnip.errors import InternalError
+from jturnip.inbox import Inbox
 from jturnip.native import marks, queue
 
 
@@ -146,7 +147,7 @@ def test_several_threads_may_drain_and_each_id_comes_once(make):
 
 def test_a_timeout_that_is_over_at_once_ends_the_wait():
     """`queue.SimpleQueue` sleeps for ever here, within some hundred turns."""
-    inbox = queue.Inbox[int]()
+    inbox = Inbox[int]()
 
     def turns():
         for turn in range(20_000):
@@ -162,7 +163,7 @@ def test_a_timeout_that_is_over_at_once_ends_the_wait():
 
 
 def test_what_is_put_while_one_waits_is_there_at_once():
-    inbox, back = queue.Inbox[int](), queue.Inbox[int]()
+    inbox, back = Inbox[int](), Inbox[int]()
 
     def echo():
         while (item := inbox.get(timeout=60)) >= 0:

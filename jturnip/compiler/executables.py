@@ -493,6 +493,7 @@ def _seconds(
         dispatch.append(time.perf_counter() - began)
         jax.block_until_ready(results)
         seconds.append(time.perf_counter() - began)
+        del results  # there is no room for those of two calls
     # The first is slow.
     return statistics.median(seconds[1:]), statistics.median(dispatch[1:])
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from jturnip.native.queue import Inbox
+from jturnip.inbox import Inbox
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,8 @@ from jturnip.frontend.values import Constant, FlatJaxpr, Parts
 
 
 RATES = DeviceRates(5e10, 1e10, launch_seconds=1e-4)
+# Seconds to move a byte there and back.
+COPY = 4e-10
 
 
 def flat_of(fn: Callable[..., Any], *args: Any) -> FlatJaxpr:
@@ -228,7 +230,7 @@ def test_cut_functions_give_the_same(name: str, quick_compilation: None):
     cut = 0
     for share, count in ((2, 2), (5, 1)):
         ways = blocks.cut_along_axes(
-            flat, blocks.Where(frozenset(flat.inputs)), largest // share, RATES, "cpu"
+            flat, blocks.Where(frozenset(flat.inputs)), largest // share, RATES, "cpu", COPY
         )
         for way, _ in zip(ways, range(count), strict=False):
             assert len(way.equations) != len(flat.equations) or way != flat
@@ -258,7 +260,7 @@ def test_what_is_between_may_stay_apart(
     narrow = any(a.dtype == jnp.bfloat16 for a in expected)
     for share in (2, 6):
         where = blocks.Where(frozenset(flat.inputs))
-        ways = blocks.cut_along_axes(flat, where, largest // share, RATES, "cpu")
+        ways = blocks.cut_along_axes(flat, where, largest // share, RATES, "cpu", COPY)
         for way, _ in zip(ways, range(3), strict=False):
             assert_same(evaluated(way, *args), expected, ulps=16 if narrow else 64)
 
@@ -349,7 +351,7 @@ def test_what_reads_the_same_parts_is_done_side_by_side(after: Callable[[Any], A
     flat = flat_of(fn, *args)
     where = blocks.Where(frozenset(flat.inputs))
     free_launches = DeviceRates(1.0, 1.0, launch_seconds=0.0)
-    way = next(blocks.cut_along_axes(flat, where, 13_000, free_launches, "cpu"))
+    way = next(blocks.cut_along_axes(flat, where, 13_000, free_launches, "cpu", COPY))
     assert_same(evaluated(way, *args), [jax.jit(fn)(*args)], ulps=64)
     sources = {s.value: s for s in way.slices}
     read = [
@@ -377,7 +379,9 @@ def test_side_by_side_is_no_reason_to_refuse(share: int):
     flat = flat_of(lambda a, b: a @ b, numbers(256, 256), numbers(256, 256))
     where = blocks.Where(frozenset(flat.inputs))
     free_launches = DeviceRates(1.0, 1.0, launch_seconds=0.0)
-    ways = blocks.cut_along_axes(flat, where, 4 * 256 * 256 // share, free_launches, "cpu")
+    ways = blocks.cut_along_axes(
+        flat, where, 4 * 256 * 256 // share, free_launches, "cpu", COPY
+    )
     assert len(next(ways).equations) <= 1024
 
 
@@ -400,7 +404,7 @@ def test_nothing_is_cut_where_all_is_small():
     flat = flat_of(attention, *FUNCTIONS["attention"][1])
     assert not list(
         blocks.cut_along_axes(
-            flat, blocks.Where(frozenset(flat.inputs)), 1 << 30, RATES, "cpu"
+            flat, blocks.Where(frozenset(flat.inputs)), 1 << 30, RATES, "cpu", COPY
         )
     )
 

@@ -403,7 +403,8 @@ def test_the_profiler_names_tasks_and_transfers(weights: Any, x: Any, tmp_path: 
     (found,) = tmp_path.rglob("*.xplane.pb")
     data = jax.profiler.ProfileData.from_file(str(found))
     names = {e.name for plane in data.planes for line in plane.lines for e in line.events}
-    assert "jturnip reload weights[3]" in names
+    # Which of them stay on the device between calls is for the plan to say.
+    assert any(re.fullmatch(r"jturnip reload weights\[\d\]", name) for name in names)
     with_lines = re.compile(r"jturnip task \d+ dot_general \(.*\.py:\d+")
     assert any(map(with_lines.match, names))
 

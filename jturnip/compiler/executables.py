@@ -13,7 +13,6 @@ An executable lives as long as a program that uses it.
 
 import concurrent.futures
 import contextlib
-import functools
 import os
 import statistics
 import time
@@ -34,6 +33,7 @@ from jturnip.compiler.progress import progress_bar
 from jturnip.compiler.report import CompileReport
 from jturnip.frontend import costs
 from jturnip.frontend.hints import CALLS_OUT, nested
+from jturnip.frontend.keys import constant_key, context_key, params_key, type_key
 from jturnip.frontend.partition import Group
 from jturnip.frontend.values import Constant, FlatJaxpr, Type, is_key, is_packed
 from jturnip.native import marks
@@ -70,8 +70,6 @@ _CACHE: "weakref.WeakValueDictionary[Hashable, Executable]" = weakref.WeakValueD
 _TRIAL_SECONDS = 0.01
 # How often the progress bar is drawn anew while nothing gets done.
 _REFRESH_SECONDS = 0.25
-# Slots of a context that are not settings but how it applies them.
-_CONTEXT_MACHINERY = frozenset(("configs", "manager", "_managers", "__weakref__"))
 # What has to be known before it is run on zeros: that it ends, and calls nobody.
 _NOT_TRIED = CALLS_OUT | {"while"}
 
@@ -513,10 +511,10 @@ def group_key(flat: FlatJaxpr, group: Group) -> tuple[Hashable, dict[Place, Hash
         operands: list[Hashable] = []
         for i, v in enumerate(equation.inputs):
             if isinstance(v, Constant) and _may_be_operand(v.type.dtype):
-                operands.append(_type_key(v.type))
-                written[k, i] = _constant_key(v)
+                operands.append(type_key(v.type))
+                written[k, i] = constant_key(v)
             elif isinstance(v, Constant):
-                operands.append(_constant_key(v))
+                operands.append(constant_key(v))
             else:
                 operands.append(names[v])
         for v in equation.outputs:
@@ -525,13 +523,13 @@ def group_key(flat: FlatJaxpr, group: Group) -> tuple[Hashable, dict[Place, Hash
         equations.append(
             (
                 origin.primitive,
-                _params_key(origin.params),
-                _context_key(origin.ctx),
+                params_key(origin.params),
+                context_key(origin.ctx),
                 tuple(operands),
             )
         )
     bare = (
-        tuple(_type_key(flat.types[v]) for v in group.inputs),
+        tuple(type_key(flat.types[v]) for v in group.inputs),
         tuple(equations),
         tuple(names[v] for v in group.outputs),
         group.overwrites,
@@ -542,83 +540,3 @@ def group_key(flat: FlatJaxpr, group: Group) -> tuple[Hashable, dict[Place, Hash
 def _may_be_operand(dtype: Any) -> bool:
     """Whether a number can be passed whatever the caller's setting of x64 is then."""
     return dtype == jax.dtypes.canonicalize_dtype(dtype) and dtype.itemsize < 8
-
-
-def _type_key(t: Any) -> Hashable:
-    return (t.shape, t.dtype, t.weak_type)
-
-
-def _constant_key(constant: Constant) -> Hashable:
-    value = np.asarray(constant.value)
-    return (value.dtype.str, value.tobytes(), _type_key(constant.type))
-
-
-@functools.lru_cache(maxsize=4096)
-def _context_key(context: Any) -> Hashable:
-    """What of an equation's context changes how it lowers."""
-    names = (n for n in type(context).__slots__ if n not in _CONTEXT_MACHINERY)
-    return tuple(_key(getattr(context, n)) for n in names)
-
-
-def _params_key(params: dict[str, Any]) -> Hashable:
-    return tuple((name, _key(params[name])) for name in sorted(params))
-
-
-def _key(value: Any) -> Hashable:
-    """Equal for parameters that mean the same; an object it does not know is itself."""
-    body = getattr(value, "jaxpr", value)
-    if hasattr(body, "eqns"):
-        return _jaxpr_key(body, getattr(value, "consts", ()))
-    if isinstance(value, (tuple, list)) and type(value) in (tuple, list):
-        return tuple(map(_key, value))
-    if isinstance(value, dict):
-        return tuple(sorted((k, _key(v)) for k, v in value.items()))
-    if isinstance(value, np.ndarray):
-        return ("array", value.dtype.str, value.shape, value.tobytes())
-    try:
-        hash(value)
-    except TypeError:
-        return _Same(value)
-    return (type(value), value)
-
-
-def _jaxpr_key(jaxpr: Any, consts: Sequence[Any]) -> Hashable:
-    numbers: dict[Any, int] = {}
-
-    def atom(a: Any) -> Hashable:
-        if hasattr(a, "val"):
-            value = np.asarray(a.val)
-            return (value.dtype.str, value.tobytes(), str(a.aval))
-        return numbers[a]
-
-    for v in (*jaxpr.constvars, *jaxpr.invars):
-        numbers[v] = len(numbers)
-    equations = []
-    for eqn in jaxpr.eqns:
-        operands = tuple(map(atom, eqn.invars))
-        for v in eqn.outvars:
-            numbers[v] = len(numbers)
-        equations.append(
-            (eqn.primitive, _params_key(eqn.params), _context_key(eqn.ctx), operands)
-        )
-    return (
-        tuple(str(v.aval) for v in (*jaxpr.constvars, *jaxpr.invars)),
-        tuple(map(_Same, consts)),
-        tuple(equations),
-        tuple(map(atom, jaxpr.outvars)),
-    )
-
-
-class _Same:
-    """Equal to itself only; keeps its object alive, so that its id stays its own."""
-
-    __slots__ = ("_object",)
-
-    def __init__(self, thing: Any):
-        self._object = thing
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other._object is self._object
-
-    def __hash__(self) -> int:
-        return id(self._object)

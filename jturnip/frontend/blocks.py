@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jturnip.frontend import parts
+from jturnip.frontend.anew import Large, made_anew
 from jturnip.frontend.axes import Known, Rule, rules
 from jturnip.frontend.choosing import (
     Room,
@@ -48,6 +49,11 @@ _TRIES = (
 _SHARES_APART = (0.5, 0.125)
 # The CPU's XLA runs gradients of convolutions twenty times slower in a loop.
 _SLOW_IN_LOOPS = {"cpu": frozenset(["conv_general_dilated"])}
+# What takes this share of the budget is made anew for each stretch that reads it, where
+# that takes at most so many times what it takes to move it there and back: parts that are
+# moved are tasks of their own.
+_LARGE = 1 / 2
+_CHEAPER = 4
 # How often what is cut into tasks may be cut again, along another axis.
 _AXES = 3
 
@@ -61,7 +67,12 @@ def _tries() -> Iterator[tuple[int, float, bool, bool, float]]:
 
 
 def cut_along_axes(
-    flat: FlatJaxpr, where: Where, arena: int, rates: DeviceRates, platform: str
+    flat: FlatJaxpr,
+    where: Where,
+    arena: int,
+    rates: DeviceRates,
+    platform: str,
+    seconds_per_byte: float,
 ) -> Iterator[FlatJaxpr]:
     """The function with its large stretches cut, in some ways that are worth trying.
 
@@ -71,9 +82,26 @@ def cut_along_axes(
       arena: bytes on the device; where none are left, there is no way.
       rates: what the device is expected to do.
       platform: the device's.
+      seconds_per_byte: what it takes to move a byte to host memory and back.
     """
     arena -= nbytes_of(flat, where.staying)
-    search = Search()
+    known = Known()
+    large = Large(int(arena * _LARGE), _CHEAPER * seconds_per_byte, rates.flops_per_second)
+    alone = made_anew(flat, large, known)
+    if alone is not flat:
+        yield from _in_some_ways(alone, where, arena, rates, platform, known)
+    yield from _in_some_ways(flat, where, arena, rates, platform, known)
+
+
+def _in_some_ways(
+    flat: FlatJaxpr,
+    where: Where,
+    arena: int,
+    rates: DeviceRates,
+    platform: str,
+    known: Known,
+) -> Iterator[FlatJaxpr]:
+    search = Search(known)
     if arena <= 0 or not _may_be_cut(flat, arena, where, search):
         return
     slow = _SLOW_IN_LOOPS.get(platform, frozenset())

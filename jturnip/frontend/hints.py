@@ -18,6 +18,8 @@ from jturnip.frontend.values import FlatJaxpr, Type, bind, called
 _NAME_A_PLACE = frozenset(("sharding_constraint", "shard_map", "call_exported"))
 # What runs code that is not XLA's own.
 CALLS_OUT = frozenset(("pure_callback", "io_callback", "ffi_call", "pallas_call"))
+# What has no effects, and yet may give something else each time.
+_DIFFERS = frozenset(("rng_uniform", "pure_callback", "io_callback"))
 
 
 def is_move(eqn: Any) -> bool:
@@ -79,12 +81,26 @@ def nested(eqn: Any) -> Iterator[Any]:
                 yield closed
 
 
+def anywhere(eqn: Any, holds: Callable[[Any], bool]) -> bool:
+    """Whether something holds of an equation or of one that is nested in it."""
+    bodies = (getattr(closed, "jaxpr", closed) for closed in nested(eqn))
+    return holds(eqn) or any(
+        anywhere(inner, holds) for body in bodies for inner in body.eqns
+    )
+
+
 def calls_out(eqn: Any) -> bool:
     """Whether an equation, or one nested in it, calls code that is not XLA's own."""
-    bodies = (getattr(closed, "jaxpr", closed) for closed in nested(eqn))
-    return eqn.primitive.name in CALLS_OUT or any(
-        calls_out(inner) for body in bodies for inner in body.eqns
-    )
+    return anywhere(eqn, lambda each: each.primitive.name in CALLS_OUT)
+
+
+def gives_the_same_again(eqn: Any) -> bool:
+    """Whether an equation means the same each time, and nothing beside its results."""
+
+    def differs(each: Any) -> bool:
+        return bool(getattr(each, "effects", ())) or each.primitive.name in _DIFFERS
+
+    return not anywhere(eqn, differs)
 
 
 def still(flat: FlatJaxpr) -> FlatJaxpr:

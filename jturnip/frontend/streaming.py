@@ -20,6 +20,7 @@ from jturnip.frontend.axes import SCATTERS, Known, Rule, rules
 from jturnip.frontend.builder import Builder
 from jturnip.frontend.inline import Condition, inline
 from jturnip.frontend.loops import SMALL, Cuts, Streaming, find_cuts, is_driven, scan_counts
+from jturnip.frontend.merging import merged
 from jturnip.frontend.results import Forwarded, may_be
 from jturnip.frontend.stacks import Made, Spread, Stack, Value
 from jturnip.frontend.stretches import Along
@@ -59,10 +60,10 @@ class Seen:
     made: dict[Any, tuple[Any, Any]] = field(default_factory=dict)
 
     def inline(self, closed: Any, condition: Condition | None = None) -> FlatJaxpr:
-        """What `inline` makes of a jaxpr."""
+        """What `inline` and `merged` make of a jaxpr."""
         key = id(closed), id(condition)
         if key not in self.inlined:
-            made = inline(closed, condition, self.platform)
+            made = merged(inline(closed, condition, self.platform))
             self.inlined[key] = (closed, condition), made
         return self.inlined[key][1]
 

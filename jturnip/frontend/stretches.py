@@ -6,7 +6,6 @@ value whole reads it whole, before or after.
 """
 
 import heapq
-import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -177,6 +176,15 @@ class Stretches:
         for i, e in enumerate(flat.equations):
             for v in read_by(e):
                 self.readers.setdefault(v, []).append(i)
+        # Of every equation, those that write what it reads, and read what it writes.
+        self._writers_for = [
+            frozenset(self.writer[v] for v in read_by(e) if v in self.writer)
+            for e in flat.equations
+        ]
+        self._readers_of = [
+            frozenset(i for v in e.outputs for i in self.readers.get(v, ()))
+            for e in flat.equations
+        ]
         self._sides = [
             () if rule is None else tuple(_sides(e, rule))
             for e, rule in zip(flat.equations, of_equation, strict=True)
@@ -282,11 +290,10 @@ class Stretches:
         equations = self.flat.equations
         after, before = set(ends), set(ends)
         for i in range(min(ends), max(members) + 1):
-            if any(self.writer.get(v) in after for v in read_by(equations[i])):
+            if not after.isdisjoint(self._writers_for[i]):
                 after.add(i)
         for i in range(max(ends), min(members) - 1, -1):
-            readers = (self.readers.get(v, ()) for v in equations[i].outputs)
-            if any(r in before for r in itertools.chain(*readers)):
+            if not before.isdisjoint(self._readers_of[i]):
                 before.add(i)
         sides = [[i for i in members if i not in gone] for gone in (after, before)]
         there = [
@@ -346,17 +353,13 @@ class Stretches:
 
     def between(self, working: Collection[int]) -> tuple[int, ...]:
         """Some equations, with all equations on a way from one of these to another."""
-        equations = self.flat.equations
         among = range(min(working), max(working) + 1)
-        after: set[int] = set()
+        after, before = set(working), set(working)
         for i in among:
-            writers = (self.writer.get(v) for v in read_by(equations[i]))
-            if i in working or any(w in after for w in writers):
+            if not after.isdisjoint(self._writers_for[i]):
                 after.add(i)
-        before: set[int] = set()
         for i in reversed(among):
-            readers = (self.readers.get(v, ()) for v in equations[i].outputs)
-            if i in working or any(r in before for r in itertools.chain(*readers)):
+            if not before.isdisjoint(self._readers_of[i]):
                 before.add(i)
         return tuple(sorted(after & before))
 

@@ -16,7 +16,7 @@ from jturnip.graph.plan import Plan
 from jturnip.placement import Arguments, Budget, Returned, Whose
 from jturnip.programs import attempts, places, planning, splitting
 from jturnip.programs.chains import Held, arguments_of, chain
-from jturnip.programs.devices import rates
+from jturnip.programs.devices import link_of, rates
 from jturnip.programs.driven import driven
 from jturnip.programs.records import Chain, How, Loop, Program, Straight
 from jturnip.units import padded
@@ -211,9 +211,11 @@ def _cut_along_axes(
     found: list[Straight] = []
     arena = budget.arena(arguments.device)
     where, device = places.where(flat, arguments), arguments.device
-    expected = rates(device, how.accelerator)
+    expected, link = rates(device, how.accelerator), link_of(device, how.link)
+    per_byte = 1 / link.h2d_bytes_per_second + 1 / link.d2h_bytes_per_second
     if places.bytes_at_start(flat, arguments) <= arena:
-        for cut in cut_along_axes(flat, where, arena, expected, device.platform):
+        ways = cut_along_axes(flat, where, arena, expected, device.platform, per_byte)
+        for cut in ways:
             try:
                 found.append(_straight(cut, arguments, budget, how, to_host))
             except DoesNotFit as error:

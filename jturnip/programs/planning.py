@@ -6,13 +6,12 @@ import gc
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from jturnip import placement
 from jturnip.compiler import executables as compiler
 from jturnip.compiler.executables import Executable, Trials
 from jturnip.errors import HostMemoryError
-from jturnip.frontend.hints import nested
+from jturnip.frontend import hints
 from jturnip.frontend.values import Equation
 from jturnip.graph.memgraph import MemGraph
 from jturnip.graph.plan import Plan
@@ -42,9 +41,6 @@ _MANY_TASKS = 20_000
 _MANY_TO_REORDER = 5_000
 # What is computed again changes what is moved: so often that is looked at.
 _ROUNDS = 3
-# Primitives that have no effects, and yet may give something else: those that draw numbers,
-# those that call Python, and those that an accelerator does in any order (all scatters).
-_NOT_THE_SAME_AGAIN = frozenset(["rng_uniform", "pure_callback", "io_callback"])
 
 # The paper's free order adapts to what really happens, which no prediction knows: another
 # strategy or order, or to compute some again, must be predicted to take less than this
@@ -276,16 +272,10 @@ def _may_repeat(split: Split) -> frozenset[int]:
 
 
 def gives_the_same_again(e: Equation) -> bool:
-    return not e.effects and _is_the_same(e.origin)
-
-
-def _is_the_same(eqn: Any) -> bool:
-    """Whether an equation, and all that is nested in it, gives the same each time."""
-    name = eqn.primitive.name
-    if getattr(eqn, "effects", ()) or name in _NOT_THE_SAME_AGAIN or "scatter" in name:
-        return False
-    bodies = (getattr(closed, "jaxpr", closed) for closed in nested(eqn))
-    return all(_is_the_same(inner) for body in bodies for inner in body.eqns)
+    """Whether to do an equation again gives the same bits: an accelerator does a scatter in
+    any order."""
+    scatters = hints.anywhere(e.origin, lambda each: "scatter" in each.primitive.name)
+    return not e.effects and not scatters and hints.gives_the_same_again(e.origin)
 
 
 def in_order(split: Split, tasks: Sequence[int]) -> Split:

@@ -1,0 +1,142 @@
+"""A pass: what is large, and quickly made of little, is made anew for who cannot share it.
+
+The kernel of a few points is multiplied with one vector after the other, and each is made
+of the product before: no stretch has two of these products in it, so the whole kernel would
+have to be kept, or moved. A stretch that makes it for itself has one block of it at once.
+"""
+
+import dataclasses
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from jturnip.frontend import costs, parts
+from jturnip.frontend.axes import Known, rules
+from jturnip.frontend.hints import gives_the_same_again
+from jturnip.frontend.stretches import Stretches, read_by
+from jturnip.frontend.values import Constant, Equation, FlatJaxpr
+
+
+# So often something is made anew at most.
+_MOST_COPIES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Large:
+    """What is large, and what it costs to keep it."""
+
+    # From how many bytes on.
+    nbytes: int
+    # To write down a byte elsewhere and read it again.
+    seconds_per_byte: float
+    flops_per_second: float
+
+
+def made_anew(flat: FlatJaxpr, large: Large, known: Known) -> FlatJaxpr:
+    """The function with more equations that make the same, where that takes no longer than
+    to keep it.
+
+    Args:
+      flat: the function.
+      large: what is large.
+      known: rules of equations; grows.
+    """
+    settled: set[int] = set()
+    for _ in range(_MOST_COPIES):
+        again = _with_one_more(flat, large, known, settled)
+        if again is None:
+            break
+        flat = again
+    return flat
+
+
+def _with_one_more(
+    flat: FlatJaxpr, large: Large, known: Known, settled: set[int]
+) -> FlatJaxpr | None:
+    """With one more value made anew; None where there is none. Those that are `settled`
+    are not looked at, and grow."""
+    stretches: Stretches | None = None
+    results = frozenset(flat.result_values)
+    writer = {v: i for i, e in enumerate(flat.equations) for v in e.outputs}
+    for v in sorted(writer, key=writer.__getitem__):
+        if v in settled or v in results or flat.types[v].nbytes <= large.nbytes:
+            continue
+        settled.add(v)
+        making = _making(flat, writer, v, large)
+        if not making:
+            continue
+        stretches = stretches or Stretches(flat, rules(flat, parts.works, known))
+        inside = _together(stretches, v, large.nbytes)
+        outside = frozenset(stretches.readers.get(v, ())) - inside
+        if inside and outside:
+            return _with_copy(flat, making, v, outside)
+    return None
+
+
+def _making(flat: FlatJaxpr, writer: dict[int, int], v: int, large: Large) -> Sequence[int]:
+    """The equations that make a large value of small ones, in order; none where it is not
+    made of less than it is, or not quickly."""
+    seconds = large.seconds_per_byte * flat.types[v].nbytes
+    found: set[int] = set()
+    needed: set[int] = set()
+    agenda = [v]
+    while agenda:
+        value = agenda.pop()
+        i = writer.get(value)
+        if i in found:
+            continue
+        if i is None or flat.types[value].nbytes <= large.nbytes:
+            needed.add(value)
+            continue
+        e = flat.equations[i]
+        seconds -= costs.flops(e.origin) / large.flops_per_second
+        if seconds < 0 or e.effects or e.driven or not gives_the_same_again(e.origin):
+            return ()
+        found.add(i)
+        agenda += read_by(e)
+    if 2 * sum(flat.types[x].nbytes for x in needed) > flat.types[v].nbytes:
+        return ()
+    return sorted(found)
+
+
+def _together(stretches: Stretches, v: int, least: int) -> frozenset[int]:
+    """The most readers of a value that are in one stretch with what writes it."""
+    types, writer = stretches.flat.types, stretches.writer[v]
+    sets = stretches.together(stretches.ruled(), least)
+    members = next((each for each in sets if writer in each), ())
+    found: list[frozenset[int]] = []
+    for dim, size in enumerate(types[v].shape if members else ()):
+        stretch = stretches.along(members, v, dim) if size > 1 else None
+        if stretch is not None and writer in stretch.working:
+            found.append(stretch.working.intersection(stretches.readers[v]))
+    return max(found, key=len, default=frozenset())
+
+
+def _with_copy(
+    flat: FlatJaxpr, making: Sequence[int], v: int, readers: Collection[int]
+) -> FlatJaxpr:
+    """With a value that some of its readers have for themselves, made before the first of
+    them."""
+    types = list(flat.types)
+    instead: dict[int, int] = {}
+
+    def reading(e: Equation) -> tuple[int | Constant, ...]:
+        return tuple(v if isinstance(v, Constant) else instead.get(v, v) for v in e.inputs)
+
+    copies = []
+    for i in making:
+        e = flat.equations[i]
+        inputs = reading(e)
+        for value in e.outputs:
+            instead[value] = len(types)
+            types.append(flat.types[value])
+        outputs = tuple(instead[value] for value in e.outputs)
+        copies.append(dataclasses.replace(e, inputs=inputs, outputs=outputs))
+    instead = {v: instead[v]}
+    equations: list[Equation] = []
+    for i, e in enumerate(flat.equations):
+        if i == min(readers):
+            equations += copies
+        if i in readers:
+            e = dataclasses.replace(e, inputs=reading(e))
+        equations.append(e)
+    return dataclasses.replace(flat, types=tuple(types), equations=tuple(equations))

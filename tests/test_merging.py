@@ -15,6 +15,7 @@ from random_programs import WIDTH, initial_state, random_program
 import jturnip
 from jturnip.frontend.anew import Large, made_anew
 from jturnip.frontend.axes import Known
+from jturnip.frontend.costs import HEAVY, REDUCTIONS
 from jturnip.frontend.flatten import flatten
 from jturnip.frontend.inline import inline
 from jturnip.frontend.merging import merged
@@ -118,6 +119,21 @@ def test_loops_and_branches_that_are_the_same_are_one():
     assert count(flat_of(fn, some(4)), "scan") == 2
 
 
+def test_what_is_made_again_at_once_is_not_held():
+    def fn(w: Any, x: Any) -> Any:
+        mask = lambda: jnp.tril(jnp.ones((8, 8), bool))
+        one = jnp.where(mask(), x @ w.T, 0)
+        return jnp.where(mask(), one @ w.T, 0)
+
+    flat = flat_of(fn, some(8, 8), some(8, 8))
+    assert count(flat, "transpose") == count(flat, "ge") == 2
+
+
+def test_a_pass_over_what_is_large_is_made_once():
+    fn = lambda x: jnp.max(kernel_of(x)) + jnp.sin(jnp.max(kernel_of(x)))
+    assert count(flat_of(fn, some(8, 3)), "reduce_max") == 1
+
+
 def test_calls_of_python_are_made_as_often_as_they_are_written():
     calls: list[int] = []
 
@@ -156,8 +172,8 @@ def test_a_random_program_written_twice_is_done_once(seed: int):
     twice = lambda *args: (fn(*args), fn(*args))
     once = flat_of(fn, *args)
     flat = flat_of(twice, *args)
-    # What comes twice is copied.
-    assert len(flat.equations) <= len(once.equations) + len(once.outputs)
+    for name in HEAVY | REDUCTIONS:
+        assert count(flat, name) == count(once, name)
     leaves = jax.tree.leaves(args)
     expected = jax.tree.leaves(jax.jit(twice)(*args))
     assert_same(evaluated(flat, *leaves), expected, ulps=2048)

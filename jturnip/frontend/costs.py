@@ -39,6 +39,12 @@ HEAVY = LINEAR_ALGEBRA | frozenset(
     " threefry2x32 custom_call jit pjit".split()
 )
 
+# Fewer elements are written than read.
+REDUCTIONS = frozenset(
+    "reduce reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor"
+    " argmax argmin".split()
+)
+
 # Every element of a result comes from the elements at its place; scalars go with any shape.
 ELEMENTWISE = frozenset(
     "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp clz"

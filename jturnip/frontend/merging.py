@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Hashable
 from typing import Any
 
-from jturnip.frontend.costs import HEAVY
+from jturnip.frontend.costs import HEAVY, REDUCTIONS
 from jturnip.frontend.hints import gives_the_same_again
 from jturnip.frontend.keys import constant_key, context_key, params_key
 from jturnip.frontend.values import Constant, Equation, FlatJaxpr
@@ -23,22 +23,29 @@ _REMATERIALISED = frozenset(("remat2", "checkpoint"))
 def merged(flat: FlatJaxpr) -> FlatJaxpr:
     """The program with one equation for all that give the same.
 
-    Not for light ones that make much of little (a mask of two counters): to make it anew is
-    nothing, and to hold it for several is much.
+    Light ones that are made of arguments only, or of less than they are, stay as they are
+    written (a transposed weight, a mask of two counters): to do that again is nothing, and
+    to hold it for several is much.
     """
     number: dict[int, int] = {}  # value → the first that is the same
     instead: dict[int, int] = {}  # value → the one that takes its place
-    made_of: dict[int, int] = {}  # value → bytes of what it is made of, where that is less
     alike: dict[Hashable, list[Equation]] = {}
+    written = {v for e in flat.equations for v in e.outputs}
+    nbytes = [t.nbytes for t in flat.types]
+    # Value that is quickly made → bytes of what it is made of.
+    quick = {v: n for v, n in enumerate(nbytes) if v not in written}
     equations = []
     for e in flat.equations:
         first = _first_like(e, number, alike)
         same = dict(zip(e.outputs, first.outputs, strict=True)) if first else {}
         number.update(same)
         values = [v for v in e.inputs if not isinstance(v, Constant)]
-        little = sum(made_of.get(v, flat.types[v].nbytes) for v in values)
-        if e.name not in HEAVY and little < sum(flat.types[v].nbytes for v in e.outputs):
-            made_of.update(dict.fromkeys(e.outputs, little))
+        little = sum(quick.get(v, nbytes[v]) for v in values)
+        is_quick = all(v in quick for v in values) or little < sum(
+            nbytes[v] for v in e.outputs
+        )
+        if is_quick and _is_light(e):
+            quick.update(dict.fromkeys(e.outputs, little))
         elif first is not None:
             instead.update(same)
             continue
@@ -50,6 +57,11 @@ def merged(flat: FlatJaxpr) -> FlatJaxpr:
         return flat
     outputs = tuple(instead.get(v, v) for v in flat.result_values)
     return dataclasses.replace(flat, equations=tuple(equations), outputs=outputs)
+
+
+def _is_light(e: Equation) -> bool:
+    """Whether it is done along with what reads it; a reduction is a pass by itself."""
+    return e.name not in HEAVY and e.name not in REDUCTIONS
 
 
 def _first_like(

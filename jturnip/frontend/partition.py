@@ -169,13 +169,14 @@ class Partitioner:
         return self._model.least_bytes(staying)
 
     def refine(self, groups: Sequence[Group], too_large: frozenset[int]) -> list[Group]:
-        """Cuts the groups at these indices in two, where they can be cut."""
+        """Cuts the groups at these indices, where they can be cut: in two, or around what
+        holds most by itself, which no other cut makes less."""
         pieces: list[tuple[int, int]] = []
         for index, group in enumerate(groups):
             own = [e for e in group.equations if e in self._position]
             begin = min(self._position[e] for e in own)
             segment = (begin, begin + len(own))
-            pieces += self._halves(segment) if index in too_large else [segment]
+            pieces += self._cut_up(segment) if index in too_large else [segment]
         return self._groups(pieces)
 
     def _natural_segments(self) -> list[tuple[int, int]]:
@@ -278,7 +279,7 @@ class Partitioner:
         while todo:
             piece = todo.pop()
             held = self._held(piece)
-            halves = self._halves(piece) if held > largest else [piece]
+            halves = self._cut_up(piece) if held > largest else [piece]
             helped = max(map(self._held, halves)) <= _WORTH_CUTTING * held
             if len(halves) == 1 or (held <= 2 * largest and not helped):
                 pieces.append(piece)
@@ -286,10 +287,15 @@ class Partitioner:
                 todo += reversed(halves)
         return pieces
 
-    def _halves(self, segment: tuple[int, int]) -> list[tuple[int, int]]:
+    def _cut_up(self, segment: tuple[int, int]) -> list[tuple[int, int]]:
         begin, end = segment
         if end - begin <= 1:
             return [segment]
+        own = [self._model.inner[e] for e in self._order[begin:end]]
+        if most := max(own):
+            at = begin + own.index(most)
+            around = [(begin, at), (at, at + 1), (at + 1, end)]
+            return [(a, b) for a, b in around if a < b]
         quarter = (end - begin) // 4
         lowest, highest = begin + max(1, quarter), max(begin + 1, end - max(1, quarter))
         cut = self._cheapest_cut(begin, min(lowest, highest), highest)

@@ -268,12 +268,23 @@ def solved(x: Any, y: Any) -> Any:
     return jax.scipy.sparse.linalg.cg(kernel, y, maxiter=3)[0]
 
 
+def spectral(x: Any, vectors: Any) -> Any:
+    """What is made of the kernel and of the sums of its rows is as large as it is."""
+    kernel = kernel_of(x)
+    scale = 1 / jnp.sqrt(jnp.sum(kernel, axis=1))
+    scaled = scale[:, None] * kernel * scale[None]
+    for _ in range(3):
+        vectors, _ = jnp.linalg.qr(scaled @ vectors)
+    return scaled @ vectors
+
+
 @pytest.mark.parametrize(
     ("fn", "shapes"),
     [
         (power, [(384, 3), (384,)]),
         (transport, [(384, 3), (320, 3)]),
         (solved, [(384, 3), (384,)]),
+        (spectral, [(384, 3), (384, 4)]),
     ],
 )
 @pytest.mark.parametrize("share", [2, 4])

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from jturnip.frontend import costs, parts
 from jturnip.frontend.axes import Known, rules
 from jturnip.frontend.hints import gives_the_same_again
-from jturnip.frontend.stretches import Stretches, read_by
+from jturnip.frontend.stretches import Stretch, Stretches, read_by
 from jturnip.frontend.values import Constant, Equation, FlatJaxpr
 
 
@@ -99,7 +99,8 @@ def _making(flat: FlatJaxpr, writer: dict[int, int], v: int, large: Large) -> Se
 
 
 def _together(stretches: Stretches, v: int, least: int) -> frozenset[int]:
-    """The most readers of a value that are in one stretch with what writes it."""
+    """The most readers of a value that are in one stretch with what writes it, and make
+    nothing large there that others read."""
     types, writer = stretches.flat.types, stretches.writer[v]
     sets = stretches.together(stretches.ruled(), least)
     members = next((each for each in sets if writer in each), ())
@@ -107,8 +108,23 @@ def _together(stretches: Stretches, v: int, least: int) -> frozenset[int]:
     for dim, size in enumerate(types[v].shape if members else ()):
         stretch = stretches.along(members, v, dim) if size > 1 else None
         if stretch is not None and writer in stretch.working:
-            found.append(stretch.working.intersection(stretches.readers[v]))
+            inside = stretch.working.intersection(stretches.readers[v])
+            found.append(inside - _leading_out(stretches, stretch, v, least))
     return max(found, key=len, default=frozenset())
+
+
+def _leading_out(
+    stretches: Stretches, stretch: Stretch, v: int, least: int
+) -> frozenset[int]:
+    """The equations of a stretch that lead to another large value that leaves it."""
+    flat = stretches.flat
+    needed = {x for x in stretch.leaving if x != v and flat.types[x].nbytes > least}
+    leading: set[int] = set()
+    for i in reversed(stretch.equations):
+        if not needed.isdisjoint(flat.equations[i].outputs):
+            leading.add(i)
+            needed.update(read_by(flat.equations[i]))
+    return frozenset(leading)
 
 
 def _with_copy(

@@ -6,12 +6,13 @@ have to be kept, or moved. A stretch that makes it for itself has one block of i
 """
 
 import dataclasses
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from jturnip.frontend import costs, parts
 from jturnip.frontend.axes import Known, rules
-from jturnip.frontend.hints import gives_the_same_again
+from jturnip.frontend.hints import gives_the_same_bits_again
 from jturnip.frontend.stretches import Stretch, Stretches, read_by
 from jturnip.frontend.values import Constant, Equation, FlatJaxpr
 
@@ -57,8 +58,11 @@ def _with_one_more(
     stretches: Stretches | None = None
     results = frozenset(flat.result_values)
     writer = {v: i for i, e in enumerate(flat.equations) for v in e.outputs}
-    for v in sorted(writer, key=writer.__getitem__):
-        if v in settled or v in results or flat.types[v].nbytes <= large.nbytes:
+    readers = Counter(v for e in flat.equations for v in set(read_by(e)))
+    for v in writer:
+        if flat.types[v].nbytes <= large.nbytes or readers[v] < 2:
+            continue
+        if v in settled or v in results:
             continue
         settled.add(v)
         making = _making(flat, writer, v, large)
@@ -89,7 +93,7 @@ def _making(flat: FlatJaxpr, writer: dict[int, int], v: int, large: Large) -> Se
             continue
         e = flat.equations[i]
         seconds -= costs.flops(e.origin) / large.flops_per_second
-        if seconds < 0 or e.effects or e.driven or not gives_the_same_again(e.origin):
+        if seconds < 0 or e.effects or e.driven or not gives_the_same_bits_again(e.origin):
             return ()
         found.add(i)
         agenda += read_by(e)

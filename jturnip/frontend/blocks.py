@@ -10,7 +10,7 @@ EinDecomp (arXiv 2410.02682): as few as fit, with little written down.
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jturnip.frontend import parts
@@ -73,8 +73,9 @@ def cut_along_axes(
     rates: DeviceRates,
     platform: str,
     seconds_per_byte: float,
-) -> Iterator[FlatJaxpr]:
-    """The function with its large stretches cut, in some ways that are worth trying.
+) -> Iterator[Sequence[FlatJaxpr]]:
+    """The function with its large stretches cut, in some ways that are worth trying; of
+    those that come together the faster is to be taken.
 
     Args:
       flat: a function of which something does not fit.
@@ -100,7 +101,7 @@ def _in_some_ways(
     rates: DeviceRates,
     platform: str,
     known: Known,
-) -> Iterator[FlatJaxpr]:
+) -> Iterator[Sequence[FlatJaxpr]]:
     search = Search(known)
     if arena <= 0 or not _may_be_cut(flat, arena, where, search):
         return
@@ -111,6 +112,7 @@ def _in_some_ways(
             continue
         least = max(1, int(arena / tighter * share))
         # More parts, so that some can be side by side; and as few as there must be.
+        ways: list[FlatJaxpr] = []
         for side_by_side in (True, False):
             room = Room(
                 arena // tighter,
@@ -131,9 +133,11 @@ def _in_some_ways(
             if not search.is_over(apart) and any(how) and how not in seen:
                 seen.add(how)
                 if _may_fit(cut, arena, where):
-                    yield cut
+                    ways.append(cut)
             if not abreast:
                 break
+        if ways:
+            yield ways
 
 
 def _cut(

@@ -103,6 +103,12 @@ def gives_the_same_again(eqn: Any) -> bool:
     return not anywhere(eqn, differs)
 
 
+def gives_the_same_bits_again(eqn: Any) -> bool:
+    """The same, in whatever order it is done: an accelerator does a scatter in any."""
+    scatters = anywhere(eqn, lambda each: "scatter" in each.primitive.name)
+    return not scatters and gives_the_same_again(eqn)
+
+
 def still(flat: FlatJaxpr) -> FlatJaxpr:
     """A pass: the program with equations that move nothing inside them. What is driven is
     taken apart later."""

@@ -215,16 +215,25 @@ def _cut_along_axes(
     per_byte = 1 / link.h2d_bytes_per_second + 1 / link.d2h_bytes_per_second
     if places.bytes_at_start(flat, arguments) <= arena:
         ways = cut_along_axes(flat, where, arena, expected, device.platform, per_byte)
-        for cut in ways:
-            try:
-                found.append(_straight(cut, arguments, budget, how, to_host))
-            except DoesNotFit as error:
-                if refusal is None or error.needed_bytes < refusal.needed_bytes:
-                    refusal = error.with_traceback(None)
+        for alike in ways:
+            before = len(found)
+            for cut in alike:
+                if how.any_plan and found:
+                    break
+                try:
+                    found.append(_straight(cut, arguments, budget, how, to_host))
+                except DoesNotFit as error:
+                    if refusal is None or error.needed_bytes < refusal.needed_bytes:
+                        refusal = error.with_traceback(None)
+            if len(found) == before:
                 continue
             tasks = sum(len(made.split.graph.tasks) for made in found)
-            enough = len(found) == _SOME_WAYS or tasks > _SOME_TASKS
-            if enough or how.any_plan or _moves_little(found[-1].plan, flat):
+            enough = len(found) >= _SOME_WAYS or tasks > _SOME_TASKS
+            if (
+                enough
+                or how.any_plan
+                or any(_moves_little(made.plan, flat) for made in found)
+            ):
                 break
     if found:
         return min(found, key=lambda made: made.plan.predicted_seconds)

@@ -272,10 +272,8 @@ def _may_repeat(split: Split) -> frozenset[int]:
 
 
 def gives_the_same_again(e: Equation) -> bool:
-    """Whether to do an equation again gives the same bits: an accelerator does a scatter in
-    any order."""
-    scatters = hints.anywhere(e.origin, lambda each: "scatter" in each.primitive.name)
-    return not e.effects and not scatters and hints.gives_the_same_again(e.origin)
+    """Whether an equation may be done again instead of keeping what it gave."""
+    return not e.effects and hints.gives_the_same_bits_again(e.origin)
 
 
 def in_order(split: Split, tasks: Sequence[int]) -> Split:

@@ -228,12 +228,8 @@ def _cut_along_axes(
             if len(found) == before:
                 continue
             tasks = sum(len(made.split.graph.tasks) for made in found)
-            enough = len(found) >= _SOME_WAYS or tasks > _SOME_TASKS
-            if (
-                enough
-                or how.any_plan
-                or any(_moves_little(made.plan, flat) for made in found)
-            ):
+            enough = how.any_plan or len(found) >= _SOME_WAYS or tasks > _SOME_TASKS
+            if enough or any(_moves_little(made.plan, flat) for made in found):
                 break
     if found:
         return min(found, key=lambda made: made.plan.predicted_seconds)

@@ -404,7 +404,8 @@ def test_the_link_at_hand_is_measured_once(monkeypatch: pytest.MonkeyPatch):
     # What any machine has, and none.
     for rate in (link.h2d_bytes_per_second, link.d2h_bytes_per_second):
         assert 1e7 < rate < 1e13
-    assert 0 < link.issue_seconds <= link.latency_seconds < 1.0
+    assert 0 < link.latency_seconds < 1.0
+    assert 0 < link.heard_seconds <= link.issue_seconds < 1.0
     assert 0 < link.compute_seconds_per_copy < 1.0
     assert link.compute_seconds_per_byte >= 0
     assert 1000 + 4 * MIB < trials.peak_bytes <= 1000 + 32 * MIB

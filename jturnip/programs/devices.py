@@ -20,8 +20,10 @@ _RATES = {
 }
 # And of links, with their latency, and the loop's time to start a copy.
 _LINKS = {
-    "cpu": Link(5e9, 5e9, latency_seconds=5e-5, issue_seconds=5e-5),
-    "gpu": Link(2.5e10, 2.5e10, latency_seconds=1e-5, issue_seconds=2e-5),
+    "cpu": Link(5e9, 5e9, latency_seconds=5e-5, issue_seconds=1e-4, heard_seconds=5e-5),
+    "gpu": Link(
+        2.5e10, 2.5e10, latency_seconds=1e-5, issue_seconds=2e-5, heard_seconds=2e-5
+    ),
 }
 
 

@@ -30,6 +30,8 @@ class Link:
     latency_seconds: float = 0.0
     # What the loop takes to start a copy.
     issue_seconds: float = 0.0
+    # What the loop takes to hear that an op is over, and to see what that allows.
+    heard_seconds: float = 0.0
     # How much longer computing takes for each copy beside it, and for each of its bytes.
     compute_seconds_per_copy: float = 0.0
     compute_seconds_per_byte: float = 0.0

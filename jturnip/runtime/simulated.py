@@ -4,7 +4,8 @@ Compute is one queue in order; each direction of the link moves one buffer at a 
 rate. A copy begins once what it depends on is really over, even where the state machine may
 issue it earlier. What a copy costs the computing beside it is taken from the compute engine
 when the copy starts: it delays the next task, unless that has to wait for longer anyway.
-The loop starts one op after the other, and hears of none meanwhile. A task that has to wait
+The loop starts one op after the other and hears of none meanwhile, and it takes a while
+to hear of one. A task that has to wait
 for its operands is started at once, though it runs later.
 """
 
@@ -68,6 +69,7 @@ class _VirtualEngines:
         while self._events and self._events[0][0] <= self._now:
             end, op = heapq.heappop(self._events)
             events.append((op, end))
+        self._now += len(events) * self._link.heard_seconds
         return events
 
     def drain(self) -> None:

@@ -506,6 +506,26 @@ def test_refining_cuts_only_the_groups_that_are_named():
     assert_groups_are_right(flat, finer)
 
 
+def test_refining_puts_what_holds_most_by_itself_alone():
+    def fn(x: Any) -> Any:
+        for _ in range(6):
+            x = jnp.sin(x) + 1
+        x, _ = jax.lax.scan(lambda c, _: (jnp.tanh(c @ c), None), x, None, length=3)
+        for _ in range(6):
+            x = jnp.cos(x) * 2
+        return x
+
+    flat = flat_of(fn, x32(8, 8))
+    partitioner = Partitioner(flat, FAST)
+    groups = partitioner.partition(1 << 30)
+    assert len(groups) == 1
+    finer = partitioner.refine(groups, frozenset([0]))
+    alone = [[flat.equations[e].name for e in g.equations] for g in finer]
+    assert len(alone) == 3
+    assert alone[1] == ["scan"]
+    assert_groups_are_right(flat, finer)
+
+
 def test_refining_single_equations_changes_nothing():
     fn, args = llama_loss()
     partitioner = Partitioner(flat_of(fn, *args), FAST)

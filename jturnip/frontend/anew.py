@@ -14,7 +14,7 @@ from jturnip.frontend import costs, parts
 from jturnip.frontend.axes import Known, rules
 from jturnip.frontend.hints import gives_the_same_bits_again
 from jturnip.frontend.stretches import Stretch, Stretches, read_by
-from jturnip.frontend.values import Constant, Equation, FlatJaxpr
+from jturnip.frontend.values import Equation, FlatJaxpr
 
 
 # So often something is made anew at most.
@@ -138,25 +138,21 @@ def _with_copy(
     them."""
     types = list(flat.types)
     instead: dict[int, int] = {}
-
-    def reading(e: Equation) -> tuple[int | Constant, ...]:
-        return tuple(v if isinstance(v, Constant) else instead.get(v, v) for v in e.inputs)
-
     copies = []
     for i in making:
         e = flat.equations[i]
-        inputs = reading(e)
+        inputs = e.reading(instead)
         for value in e.outputs:
             instead[value] = len(types)
             types.append(flat.types[value])
         outputs = tuple(instead[value] for value in e.outputs)
         copies.append(dataclasses.replace(e, inputs=inputs, outputs=outputs))
-    instead = {v: instead[v]}
+    instead, first = {v: instead[v]}, min(readers)
     equations: list[Equation] = []
     for i, e in enumerate(flat.equations):
-        if i == min(readers):
+        if i == first:
             equations += copies
         if i in readers:
-            e = dataclasses.replace(e, inputs=reading(e))
+            e = dataclasses.replace(e, inputs=e.reading(instead))
         equations.append(e)
     return dataclasses.replace(flat, types=tuple(types), equations=tuple(equations))

@@ -87,6 +87,8 @@ def cut_along_axes(
     """
     arena -= nbytes_of(flat, where.staying)
     known = Known()
+    if arena <= 0 or not _may_be_cut(flat, arena, where, known):
+        return
     large = Large(int(arena * _LARGE), _CHEAPER * seconds_per_byte, rates.flops_per_second)
     alone = made_anew(flat, large, known)
     if alone is not flat:
@@ -103,8 +105,6 @@ def _in_some_ways(
     known: Known,
 ) -> Iterator[Sequence[FlatJaxpr]]:
     search = Search(known)
-    if arena <= 0 or not _may_be_cut(flat, arena, where, search):
-        return
     slow = _SLOW_IN_LOOPS.get(platform, frozenset())
     seen: set[Any] = set()
     for tighter, at_once, eager, apart, share in _tries():
@@ -194,9 +194,9 @@ def _lengths(flat: FlatJaxpr, e: Equation, rule: Rule | None) -> list[int]:
     return list(found.values())
 
 
-def _may_be_cut(flat: FlatJaxpr, arena: int, where: Where, search: Search) -> bool:
+def _may_be_cut(flat: FlatJaxpr, arena: int, where: Where, known: Known) -> bool:
     """Whether what has no axis may fit as it is."""
-    axes = rules(flat, parts.works, search.rules)
+    axes = rules(flat, parts.works, known)
     whole = [e for e, rule in zip(flat.equations, axes, strict=True) if rule is None]
     return _may_fit(dataclasses.replace(flat, equations=tuple(whole)), arena, where)
 

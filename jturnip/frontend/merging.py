@@ -49,10 +49,7 @@ def merged(flat: FlatJaxpr) -> FlatJaxpr:
         elif first is not None:
             instead.update(same)
             continue
-        inputs = tuple(
-            v if isinstance(v, Constant) else instead.get(v, v) for v in e.inputs
-        )
-        equations.append(dataclasses.replace(e, inputs=inputs))
+        equations.append(dataclasses.replace(e, inputs=e.reading(instead)))
     if not instead:
         return flat
     outputs = tuple(instead.get(v, v) for v in flat.result_values)
@@ -72,7 +69,7 @@ def _first_like(
     if e.name == "optimization_barrier" or not gives_the_same_again(e.origin):
         return None
     read = tuple(
-        constant_key(v) if isinstance(v, Constant) else number.get(v, v) for v in e.inputs
+        constant_key(v) if isinstance(v, Constant) else v for v in e.reading(number)
     )
     # Parameters are compared only where all else is the same.
     others = alike.setdefault((e.origin.primitive, read, _behind(e)), [])

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -129,6 +129,12 @@ class Equation:
     def within(self) -> tuple[Any, ...]:
         """The calls of what is made out of it: its own, and itself if it is the user's."""
         return self.calls if self.ours else (*self.calls, self.origin)
+
+    def reading(self, instead: Mapping[int, int]) -> tuple[Atom, ...]:
+        """What it reads where some values are there instead of others."""
+        return tuple(
+            v if isinstance(v, Constant) else instead.get(v, v) for v in self.inputs
+        )
 
     def bind(self, operands: Sequence[Any]) -> Sequence[Any]:
         """Applies the primitive, in the context in which the user did."""

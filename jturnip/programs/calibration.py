@@ -98,7 +98,7 @@ def _measured(device: Device, nbytes: int) -> Link:
     heard = issue
     if device.platform != "cpu":
         return Link(h2d, d2h, latency, issue, heard)
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(Exception):  # as below
         issue = max(issue, _issue_beside_products(nbytes, ways))
     # Of each, the cores' own time at least.
     each, lost = (

@@ -5,8 +5,8 @@ rate. A copy begins once what it depends on is really over, even where the state
 issue it earlier. What a copy costs the computing beside it is taken from the compute engine
 when the copy starts: it delays the next task, unless that has to wait for longer anyway.
 The loop starts one op after the other and hears of none meanwhile, and it takes a while
-to hear of one. A task that has to wait
-for its operands is started at once, though it runs later.
+to hear of one. A task that has to wait for its operands is started at once, though it runs
+later.
 """
 
 import heapq

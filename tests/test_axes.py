@@ -232,7 +232,7 @@ def test_cut_functions_give_the_same(name: str, quick_compilation: None):
         ways = blocks.cut_along_axes(
             flat, blocks.Where(frozenset(flat.inputs)), largest // share, RATES, "cpu", COPY
         )
-        for way, _ in zip(itertools.chain(*ways), range(count), strict=False):
+        for _, way in zip(range(count), itertools.chain(*ways), strict=False):
             assert len(way.equations) != len(flat.equations) or way != flat
             narrow = any(a.dtype == jnp.bfloat16 for a in expected)
             # Sums in another order; of 16-bit numbers, of numbers rounded elsewhere.
@@ -261,7 +261,7 @@ def test_what_is_between_may_stay_apart(
     for share in (2, 6):
         where = blocks.Where(frozenset(flat.inputs))
         ways = blocks.cut_along_axes(flat, where, largest // share, RATES, "cpu", COPY)
-        for way, _ in zip(itertools.chain(*ways), range(3), strict=False):
+        for _, way in zip(range(3), itertools.chain(*ways), strict=False):
             assert_same(evaluated(way, *args), expected, ulps=16 if narrow else 64)
 
 

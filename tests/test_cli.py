@@ -107,6 +107,7 @@ def test_peak_bytes_count_a_donated_argument_once():
     assert demo.peak_bytes(compiled.compile()) == 4096
 
 
+@pytest.mark.story
 def test_the_tiny_demo_keeps_its_budget_and_agrees(capsys: pytest.CaptureFixture[str]):
     flags = ["--size=tiny", "--steps=2", "--budget_fraction=0.7", "--link_gbps=1"]
     assert execute("demo", *flags) == 0

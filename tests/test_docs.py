@@ -49,6 +49,7 @@ def public_names() -> set[str]:
     }
 
 
+@pytest.mark.story
 @pytest.mark.parametrize(
     "page",
     [p for p in PAGES if code_blocks(p)],

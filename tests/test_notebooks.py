@@ -44,6 +44,7 @@ def test_there_are_notebooks_in_an_order():
     assert [path.name[0] for path in NOTEBOOKS] == list("123456")
 
 
+@pytest.mark.story
 @of_each_notebook
 def test_notebook_runs_from_top_to_bottom(path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MPLBACKEND", "agg")

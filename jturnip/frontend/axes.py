@@ -19,6 +19,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import sdy
 from jax.extend.mlir.passmanager import PassManager
 
+from jturnip import compat
 from jturnip.frontend import costs
 from jturnip.frontend.sets import Joined
 from jturnip.frontend.values import Equation, FlatJaxpr, Type, is_key
@@ -74,11 +75,16 @@ Works: TypeAlias = Callable[[Equation, FlatJaxpr, Rule, int], bool]
 
 @dataclass(slots=True)
 class Known:
-    """Rules found before: by what an equation does, and by the equation itself."""
+    """The rules of equations of one function: with each equation, so that its id stays its
+    own."""
 
-    of_key: dict[Hashable, Rule | None] = field(default_factory=dict)
-    # With the equation, so that its id stays its own.
     of_equation: dict[int, tuple[Equation, Rule | None]] = field(default_factory=dict)
+
+
+# Rules of all functions: by what decides how they are traced, and by what an equation does;
+# with its parameters, since a key may name them by their addresses.
+_known: dict[Hashable, tuple[Any, Rule | None]] = {}
+_MOST_KNOWN = 10_000
 
 
 def rules(flat: FlatJaxpr, works: Works, known: Known) -> list[Rule | None]:
@@ -90,40 +96,35 @@ def rules(flat: FlatJaxpr, works: Works, known: Known) -> list[Rule | None]:
       known: grows.
     """
     unknown = [e for e in flat.equations if id(e) not in known.of_equation]
-    found = _rules_by_keys(unknown, flat, works, known.of_key)
+    found = _rules_by_keys(unknown, flat, works)
     for e, rule in zip(unknown, found, strict=True):
         known.of_equation[id(e)] = e, rule
     return [known.of_equation[id(e)][1] for e in flat.equations]
 
 
 def _rules_by_keys(
-    equations: Sequence[Equation],
-    flat: FlatJaxpr,
-    works: Works,
-    known: dict[Hashable, Rule | None],
+    equations: Sequence[Equation], flat: FlatJaxpr, works: Works
 ) -> list[Rule | None]:
-    new: dict[Hashable, Equation] = {}
-    lowered: dict[Hashable, Equation] = {}
-    keys: list[Hashable] = []
-    for e in equations:
-        key = _key(e, flat) if _may_have_a_rule(e, flat) else None
-        keys.append(key)
-        if key is None or key in known:
-            continue
-        new[key] = e
-        by_hand = _BY_HAND.get(e.name)
-        if by_hand is None:
-            lowered[key] = e
-        else:
-            known[key] = by_hand(
-                e, flat.operand_types(e), [flat.types[v] for v in e.outputs]
-            )
-    if lowered:
-        found = _rules_or_none(list(lowered.values()), flat)
-        known.update(zip(lowered, found, strict=True))
+    context = works, compat.trace_context()
+    keys = [
+        (context, _key(e, flat)) if _may_have_a_rule(e, flat) else None for e in equations
+    ]
+    distinct = {key: e for key, e in zip(keys, equations, strict=True) if key is not None}
+    before = {key: _known.get(key) for key in distinct}
+    found = {key: entry[1] for key, entry in before.items() if entry is not None}
+    new = {key: e for key, e in distinct.items() if key not in found}
+    lowered = {key: e for key, e in new.items() if e.name not in _BY_HAND}
+    of_shardy = _rules_or_none(list(lowered.values()), flat) if lowered else ()
+    found.update(zip(lowered, of_shardy, strict=True))
     for key, e in new.items():
-        known[key] = _that_works(known[key], functools.partial(works, e, flat))
-    return [None if key is None else known[key] for key in keys]
+        if key not in lowered:
+            types = flat.operand_types(e), [flat.types[v] for v in e.outputs]
+            found[key] = _BY_HAND[e.name](e, *types)
+        found[key] = _that_works(found[key], functools.partial(works, e, flat))
+    if len(_known) > _MOST_KNOWN:
+        _known.clear()
+    _known.update((key, (e.origin.params, found[key])) for key, e in new.items())
+    return [None if key is None else found[key] for key in keys]
 
 
 def _that_works(rule: Rule | None, works: Callable[[Rule, int], bool]) -> Rule | None:

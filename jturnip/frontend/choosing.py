@@ -4,6 +4,8 @@ Follows EinDecomp (arXiv 2410.02682): as few parts as fit, with little written d
 it is an estimate, which orders what is tried.
 """
 
+import bisect
+import dataclasses
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -64,8 +66,10 @@ class Search:
     # name by their ids.
     uncut: dict[Any, bool] = field(default_factory=dict)
     named: dict[int, Any] = field(default_factory=dict)
-    # What a function (kept for its id) becomes by being cut so.
+    # What a function (kept for its id) becomes by being cut so; and what was found for it
+    # where the same is large (`Room.key`).
     cut: dict[Any, tuple[FlatJaxpr, FlatJaxpr]] = field(default_factory=dict)
+    found: dict[Any, "_Found"] = field(default_factory=dict)
     visited: int = 0
     apart: int = 0
     # How often there were more parts than need be, so that stretches can be side by side;
@@ -113,6 +117,19 @@ class Room:
         """How many equations what is cut may become."""
         return _MOST_EQUATIONS_APART if self.apart else _MOST_EQUATIONS
 
+    def key(self, flat: FlatJaxpr) -> Any:
+        """The same for rooms in which the same is found for a function: what is large
+        matters only by which values are so, at first and where less is (`_Choice.cut`)."""
+        sizes = sorted({t.nbytes for t in flat.types})
+        larger, least = [], self.least
+        while True:
+            count = len(sizes) - bisect.bisect_right(sizes, least)
+            if larger[-1:] != [count]:
+                larger.append(count)
+            if not count or least >= self.arena:
+                return tuple(larger), dataclasses.replace(self, least=0)
+            least *= 2
+
     def is_slow_in_blocks(self, flat: FlatJaxpr, stretch: Stretch) -> bool:
         return any(flat.equations[i].name in self.slow for i in stretch.working)
 
@@ -125,6 +142,37 @@ def cut_once(
 ) -> tuple[FlatJaxpr, tuple[Any, ...]]:
     """A function cut over tasks or in blocks, and what was cut how; nothing where nothing
     was."""
+    key = id(flat), tasks, room.key(flat)
+    if key in search.found:
+        found = search.found[key]
+        search.finer += found.finer
+        search.abreast += found.abreast
+        return found.cut, found.how
+    finer, abreast = search.finer, search.abreast
+    cut, how = _cut_anew(flat, room, tasks, search)
+    search.found[key] = _Found(
+        flat, cut, how, search.finer - finer, search.abreast - abreast
+    )
+    return cut, how
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What a function (kept for its id) becomes, and how; and what `Search` counts."""
+
+    flat: FlatJaxpr
+    cut: FlatJaxpr
+    how: tuple[Any, ...]
+    finer: int
+    abreast: int
+
+
+def _cut_anew(
+    flat: FlatJaxpr,
+    room: Room,
+    tasks: bool,
+    search: Search,
+) -> tuple[FlatJaxpr, tuple[Any, ...]]:
     stretches = Stretches(flat, rules(flat, parts.works, search.rules))
     choice = _Choice(stretches, room, tasks, search)
     choice.cut(stretches.ruled(), room.least)

@@ -250,6 +250,28 @@ def test_thousands_of_rows_become_parts_worth_a_launch():
     assert 4 < sum(e.name == "scan" for e in flat.equations) <= 1024
 
 
+def test_parts_are_worth_the_copies_of_their_stacks():
+    """A recurrence leaves many small residuals: of each a few large parts are moved, not
+    one for every iteration or two."""
+
+    def loss(w: Any, xs: Any) -> Any:
+        def cell(h: Any, x: Any) -> Any:
+            i, f, o = jnp.split(x @ w[0] + h @ w[1], 3, -1)
+            h = jax.nn.sigmoid(f) * h + jax.nn.sigmoid(i) * jnp.tanh(o)
+            return h, h
+
+        return jnp.mean(lax.scan(cell, jnp.zeros((32, 128)), xs)[1] ** 2)
+
+    generator = np.random.default_rng(0)
+    w = generator.normal(size=(2, 128, 384)).astype(np.float32) / 16
+    xs = generator.normal(size=(256, 32, 128)).astype(np.float32)
+    fn = jax.value_and_grad(loss)
+    f = jturnip.jit(fn, unconstrained_peak(fn, w, xs) // 3)
+    assert_same(f(*jturnip.host((w, xs))), jax.jit(fn)(w, xs), ulps=256)
+    assert f.last_run.strategy != "whole"
+    assert len(f.last_run.order) < 500
+
+
 @pytest.mark.parametrize(
     "policy",
     [

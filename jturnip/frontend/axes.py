@@ -358,6 +358,18 @@ def _factored(e: Equation, operands: Sequence[Type], results: Sequence[Type]) ->
     return Rule(tuple(map(labels, operands)), tuple(map(labels, results)), frozenset())
 
 
+def _solved(e: Equation, operands: Sequence[Type], results: Sequence[Type]) -> Rule:
+    """Batches of triangular systems; each column of the right sides is one of its own."""
+    rule = _factored(e, operands, results)
+    right = operands[1]
+    free = len(right.shape) - (1 if e.origin.params["left_side"] else 2)
+    matrix = len(right.shape) - 2
+    labels = _large(
+        right, [d if d < matrix or d == free else None for d in range(len(right.shape))]
+    )
+    return Rule((rule.operands[0], labels), (labels,), frozenset())
+
+
 def _sliced(e: Equation, operands: Sequence[Type], results: Sequence[Type]) -> Rule:
     """A part of a slice is one of the operand, which is read whole if it is not sliced
     along that axis."""
@@ -509,9 +521,10 @@ _BY_HAND: dict[str, Callable[[Equation, Sequence[Type], Sequence[Type]], Rule | 
     **dict.fromkeys("cumsum cumprod cummax cummin cumlogsumexp".split(), _running),
     **dict.fromkeys(
         "cholesky lu lu_pivots_to_permutation qr geqrf geqp3 householder_product eig eigh"
-        " svd schur hessenberg tridiagonal tridiagonal_solve triangular_solve".split(),
+        " svd schur hessenberg tridiagonal tridiagonal_solve".split(),
         _factored,
     ),
+    "triangular_solve": _solved,
     **dict.fromkeys(["slice", "dynamic_slice"], _sliced),
     "random_bits": _random,
     "iota": _iota,

@@ -11,6 +11,7 @@ EinDecomp (arXiv 2410.02682): as few as fit, with little written down.
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from jturnip.frontend import parts
@@ -58,6 +59,16 @@ _CHEAPER = 4
 _AXES = 3
 
 
+@dataclass(frozen=True, slots=True)
+class Ways:
+    """Ways to cut a function that come together: the faster is to be taken."""
+
+    cut: tuple[FlatJaxpr, ...]
+    # Whether more is put together of parts than there is room for. Only where XLA fuses
+    # that with what reads it, it fits.
+    doubtful: bool = False
+
+
 def _tries() -> Iterator[tuple[int, float, bool, bool, float]]:
     """How much less there is, how much of a block XLA holds at once, whether tasks are made
     although blocks may do, whether what is between may stay apart, and what is large."""
@@ -73,9 +84,9 @@ def cut_along_axes(
     rates: DeviceRates,
     platform: str,
     seconds_per_byte: float,
-) -> Iterator[Sequence[FlatJaxpr]]:
-    """The function with its large stretches cut, in some ways that are worth trying; of
-    those that come together the faster is to be taken.
+) -> Iterator[Ways]:
+    """The function with its large stretches cut, in some ways that are worth trying; the
+    doubtful ones last.
 
     Args:
       flat: a function of which something does not fit.
@@ -91,9 +102,15 @@ def cut_along_axes(
         return
     large = Large(int(arena * _LARGE), _CHEAPER * seconds_per_byte, rates.flops_per_second)
     alone = made_anew(flat, large, known)
-    if alone is not flat:
-        yield from _in_some_ways(alone, where, arena, rates, platform, known)
-    yield from _in_some_ways(flat, where, arena, rates, platform, known)
+    doubtful: list[Ways] = []
+    for each in [flat] if alone is flat else [alone, flat]:
+        for ways in _in_some_ways(each, where, arena, rates, platform, known):
+            sure = tuple(cut for cut in ways if not _joins_too_much(cut, arena))
+            if sure:
+                yield Ways(sure)
+            else:
+                doubtful.append(Ways(tuple(ways), doubtful=True))
+    yield from doubtful
 
 
 def _in_some_ways(
@@ -199,6 +216,14 @@ def _may_be_cut(flat: FlatJaxpr, arena: int, where: Where, known: Known) -> bool
     axes = rules(flat, parts.works, known)
     whole = [e for e, rule in zip(flat.equations, axes, strict=True) if rule is None]
     return _may_fit(dataclasses.replace(flat, equations=tuple(whole)), arena, where)
+
+
+def _joins_too_much(flat: FlatJaxpr, arena: int) -> bool:
+    """Whether parts and what they are put together to take more than there is."""
+    return any(
+        e.ours and e.name == "concatenate" and nbytes_of(flat, touched(e)) > arena
+        for e in flat.equations
+    )
 
 
 def _may_fit(flat: FlatJaxpr, arena: int, where: Where) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 from jturnip.frontend import costs, parts
 from jturnip.frontend.axes import Known, rules
 from jturnip.frontend.cutting import Blocks, Cutting, Tasks, with_cuttings
+from jturnip.frontend.memory_model import inner_bytes
 from jturnip.frontend.sets import Joined
 from jturnip.frontend.stretches import Stretch, Stretches, read_by
 from jturnip.frontend.values import Constant, Equation, FlatJaxpr
@@ -120,7 +121,8 @@ class Room:
     def key(self, flat: FlatJaxpr) -> Any:
         """The same for rooms in which the same is found for a function: what is large
         matters only by which values are so, at first and where less is (`_Choice.cut`)."""
-        sizes = sorted({t.nbytes for t in flat.types})
+        inner = (inner_bytes(e.origin) for e in flat.equations)
+        sizes = sorted({*(t.nbytes for t in flat.types), *inner})
         larger, least = [], self.least
         while True:
             count = len(sizes) - bisect.bisect_right(sizes, least)
@@ -235,7 +237,9 @@ class _Choice:
     def _fits(self, members: Sequence[int]) -> bool:
         """Whether no stretch among some equations need be cut, whichever it is."""
         values = self._touched_by(members) - self._room.where.staying
-        most = nbytes_of(self._stretches.flat, values) * max(1, self._room.at_once)
+        held = nbytes_of(self._stretches.flat, values)
+        held += max(self._stretches.inner[i] for i in members)
+        most = held * max(1, self._room.at_once)
         return most <= self._room.arena
 
     def _touched_by(self, members: Sequence[int]) -> set[int]:

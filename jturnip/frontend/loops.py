@@ -137,7 +137,9 @@ def _iterations_per_part(eqn: Any, streaming: Streaming) -> int | None:
     each = -(-stacked // length)
     flops = sum(map(costs.flops, getattr(body, "jaxpr", body).eqns))
     seconds = streaming.rates.seconds(flops, each + fixed)
-    worth = _WORTH * streaming.rates.launch_seconds / max(seconds, 1e-12)
+    # Each part of a stacked array may be a copy, which costs about what a launch does.
+    operations = 1 + len(sizes[consts + carry :]) + len(results[carry:])
+    worth = _WORTH * operations * streaming.rates.launch_seconds / max(seconds, 1e-12)
     equations = costs.equation_count(body)
     fewest = max(-(-length // _MOST_PARTS), -(-length * equations // _MOST_EQUATIONS))
     # What several iterations can hold; where one is too much, the partitioner cuts it.

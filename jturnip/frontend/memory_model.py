@@ -16,6 +16,10 @@ from jturnip.frontend.costs import HEAVY, nested
 from jturnip.frontend.values import FlatJaxpr, Type
 
 
+# What is held to make random bits, over what these take.
+_COUNTERS = 3
+
+
 def temporary_bytes(closed: Any) -> int:
     """Bytes that a jaxpr holds at once beside what enters and leaves it."""
     jaxpr = getattr(closed, "jaxpr", closed)
@@ -41,7 +45,10 @@ def temporary_bytes(closed: Any) -> int:
 
 
 def inner_bytes(eqn: Any) -> int:
-    """Temporary bytes of the largest jaxpr that an equation calls."""
+    """Temporary bytes of the largest jaxpr that an equation calls, or of what it is lowered
+    to: random bits are made of the halves of a counter."""
+    if eqn.primitive.name == "random_bits":
+        return _COUNTERS * Type.of(eqn.outvars[0].aval).nbytes
     return max(map(temporary_bytes, nested(eqn)), default=0)
 
 

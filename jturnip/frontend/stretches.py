@@ -13,6 +13,7 @@ from typing import Any
 
 from jturnip.frontend.axes import Rule
 from jturnip.frontend.costs import HEAVY
+from jturnip.frontend.memory_model import inner_bytes
 from jturnip.frontend.sets import Joined
 from jturnip.frontend.values import Constant, Equation, FlatJaxpr
 
@@ -137,15 +138,12 @@ class Stretch:
     def widest_bytes(self, flat: FlatJaxpr) -> int:
         """Bytes of what is cut and never leaves, at the equation where that is most."""
         inner = set(self.dims).difference(self.entering, self.leaving)
-        return max(
-            sum(
-                flat.types[v].nbytes
-                for v in inner.intersection(
-                    (*read_by(flat.equations[e]), *flat.equations[e].outputs)
-                )
-            )
-            for e in self.working
-        )
+
+        def held(e: Equation) -> int:
+            values = inner.intersection((*read_by(e), *e.outputs))
+            return sum(flat.types[v].nbytes for v in values) + inner_bytes(e.origin)
+
+        return max(held(flat.equations[i]) for i in self.working)
 
 
 def _sides(e: Equation, rule: Rule) -> Iterator[tuple[int, tuple[int | None, ...]]]:
@@ -171,6 +169,8 @@ class Stretches:
         self.flat = flat
         self._rules = of_equation
         self.results = frozenset(flat.result_values)
+        # Bytes that each equation holds beside what it reads and writes.
+        self.inner = [inner_bytes(e.origin) for e in flat.equations]
         self.writer = {v: i for i, e in enumerate(flat.equations) for v in e.outputs}
         self.readers: dict[int, list[int]] = {}
         for i, e in enumerate(flat.equations):
@@ -195,13 +195,14 @@ class Stretches:
         return [i for i, rule in enumerate(self._rules) if rule is not None]
 
     def together(self, among: Sequence[int], least: int) -> list[list[int]]:
-        """Equations that read or write values larger than `least`, in sets: those that pass
+        """Equations that read, write or hold more than `least`, in sets: those that pass
         such values to one another are in one, with all that is on the way between them."""
         types, inside = self.flat.types, set(among)
         joined = Joined[int]()
         for i in among:
             e = self.flat.equations[i]
-            if any(types[v].nbytes > least for v in (*read_by(e), *e.outputs)):
+            values = *read_by(e), *e.outputs
+            if self.inner[i] > least or any(types[v].nbytes > least for v in values):
                 joined.find(i)
             for v in e.outputs:
                 if types[v].nbytes > least:

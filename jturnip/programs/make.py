@@ -1,13 +1,16 @@
 """A traced function to a program in a budget: flatten, split, plan; again if it must be."""
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Collection, Mapping, Sequence
+import itertools
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from jturnip import compat
 from jturnip.errors import DoesNotFit
-from jturnip.frontend.blocks import cut_along_axes
+from jturnip.frontend import costs
+from jturnip.frontend.blocks import Ways, cut_along_axes
 from jturnip.frontend.flatten import flatten
 from jturnip.frontend.inline import Condition, argument_avals
 from jturnip.frontend.streaming import Seen
@@ -31,6 +34,10 @@ _TIMES = 3
 _MUCH = 4
 _SOME_WAYS = 4
 _SOME_TASKS = 1000
+# Where a plan as it is takes so many times what its tasks do by themselves, so many ways to
+# cut it are looked at.
+_WAITS = 1.5
+_WAYS_BESIDE = 3
 
 
 def make_program(
@@ -152,6 +159,44 @@ def _piece(
     return _tasks_between(work, arguments_of(arguments, held), budget, how, to_host)
 
 
+def or_in_blocks(
+    made: Program,
+    closed: Any,
+    forwarded: Collection[int] | Mapping[int, int],
+    arguments: Arguments,
+    budget: Budget,
+    how: How,
+    to_host: frozenset[int] = frozenset(),
+) -> Program:
+    """A program of few tasks that wait for what is moved; or one of the same function with
+    what is between arguments and results done in blocks, so that it need not be moved, if
+    that is predicted to be faster.
+
+    Args:
+      made: of the other arguments, as for `make_program`.
+    """
+    if not isinstance(made, Straight) or not how.axes or how.finest or how.any_plan:
+        return made
+    tasks = made.split.graph.tasks
+    computing = sum(task.seconds for task in tasks)
+    waits = made.plan.predicted_seconds > _WAITS * computing
+    if not waits or len(tasks) > _SOME_TASKS or _moves_little(made.plan, made.flat):
+        return made
+    seen = Seen(platform=compat.lowering_platform(arguments.device))
+    flat = flatten(closed, forwarded, None, None, seen)
+    if any(True for e in flat.equations for _ in costs.nested(e.origin)):
+        return made
+    found = [made]
+    for ways in itertools.islice(_ways(flat, arguments, budget, how), _WAYS_BESIDE):
+        for cut in () if ways.doubtful else ways.cut:
+            if len(cut.equations) > len(flat.equations):
+                continue  # over more tasks: it would be moved as well
+            with contextlib.suppress(DoesNotFit):
+                found.append(_straight(cut, arguments, budget, how, to_host))
+    found = [m for m in found if m is made or _may_be_called_again(m, budget, how.returned)]
+    return min(found, key=lambda made: made.plan.predicted_seconds)
+
+
 def _may_be_called_again(
     made: "Straight | Chain", budget: Budget, returned: Returned
 ) -> bool:
@@ -210,14 +255,12 @@ def _cut_along_axes(
     refusal: DoesNotFit | None = None
     found: list[Straight] = []
     arena = budget.arena(arguments.device)
-    where, device = places.where(flat, arguments), arguments.device
-    expected, link = rates(device, how.accelerator), link_of(device, how.link)
-    per_byte = 1 / link.h2d_bytes_per_second + 1 / link.d2h_bytes_per_second
     if places.bytes_at_start(flat, arguments) <= arena:
-        ways = cut_along_axes(flat, where, arena, expected, device.platform, per_byte)
-        for alike in ways:
+        for together in _ways(flat, arguments, budget, how):
+            if found and together.doubtful:
+                break
             before = len(found)
-            for cut in alike:
+            for cut in together.cut:
                 if how.any_plan and found:
                     break
                 try:
@@ -236,6 +279,24 @@ def _cut_along_axes(
     if refusal is None:  # there is no way: so it says what it needs as it is
         return _straight(flat, arguments, budget, how, to_host)
     raise refusal
+
+
+def _ways(
+    flat: FlatJaxpr,
+    arguments: Arguments,
+    budget: Budget,
+    how: How,
+) -> Iterator[Ways]:
+    device = arguments.device
+    expected, link = rates(device, how.accelerator), link_of(device, how.link)
+    return cut_along_axes(
+        flat,
+        places.where(flat, arguments),
+        budget.arena(device),
+        expected,
+        device.platform,
+        1 / link.h2d_bytes_per_second + 1 / link.d2h_bytes_per_second,
+    )
 
 
 def _moves_little(plan: Plan, flat: FlatJaxpr) -> bool:

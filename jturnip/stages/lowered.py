@@ -27,7 +27,7 @@ from jturnip.programs import bounds, places
 from jturnip.programs.bounds import least_whole_bytes, whole_bytes
 from jturnip.programs.devices import link_of, rates
 from jturnip.programs.keeping import keeping
-from jturnip.programs.make import make_program, remeasured
+from jturnip.programs.make import make_program, or_in_blocks, remeasured
 from jturnip.programs.records import Chain, How, Program, Straight
 from jturnip.programs.refusals import explained, refusal_of_budget, refusal_that_is_true
 from jturnip.programs.smallest import smallest
@@ -366,31 +366,33 @@ class Lowered:
         )
 
     def _made(self, how: How) -> Program:
-        made = functools.partial(
-            make_program,
-            self._traced.jaxpr,
-            _forwardable(self._given),
-            to_host=self._wanted.places(on_host=True),
-        )
+        closed, forwarded = self._traced.jaxpr, _forwardable(self._given)
+        to_host = self._wanted.places(on_host=True)
+        made = functools.partial(make_program, closed, forwarded, to_host=to_host)
         without_rows = self._without_rows()
         here = how if without_rows is None else dataclasses.replace(how, streams=False)
         uncut_here = dataclasses.replace(here, axes=False)
         own = Budget(self.gpu_bytes)
+
+        def uncut() -> Program:
+            program = made(self._given, own, uncut_here)
+            return or_in_blocks(program, closed, forwarded, self._given, own, here, to_host)
+
         # As it is; then with what is ours in host memory; then cut along axes.
         try:
-            return made(self._given, own, uncut_here)
+            return uncut()
         except DoesNotFit:
             self._given = _on_host_all(self._given)
         try:
-            return made(self._given, own, uncut_here)
+            return uncut()
         except DoesNotFit as error:
-            uncut = error.with_traceback(None) if without_rows is None else without_rows
+            by_rows = error.with_traceback(None) if without_rows is None else without_rows
         try:
             return made(self._given, own, here)
         except DoesNotFit as error:
             cut = error.with_traceback(None)
         make = lambda nbytes, how: made(self._given, Budget(nbytes), how)
-        refusal = refusal_that_is_true(make, how, cut, uncut)
+        refusal = refusal_that_is_true(make, how, cut, by_rows)
         raise explained(refusal, self._flat, self._arguments.device) from None
 
     def _without_rows(self) -> DoesNotFit | None:

@@ -54,6 +54,9 @@ def test_rules_are_those_of_an_einsum():
     assert labels(lambda: lax.broadcasted_iota(np.int32, (2, 3), 0)) == "->ij"
     solve = lax.linalg.triangular_solve
     assert labels(lambda a, b: solve(a, b, left_side=True), (3, 3), (3, 4)) == "--,-i->-i"
+    sizes = np.asarray([1, 2, 2], np.int32)
+    ragged = lambda a, b: lax.ragged_dot(a, b, sizes)
+    assert labels(ragged, (5, 2), (3, 2, 4)) == "i-,--j,-->ij"
     assert labels(solve, (2, 3, 3), (2, 4, 3)) == "i--,ij-->ij-"
 
 
@@ -176,6 +179,10 @@ def windows(x: Any) -> Any:
     return jnp.sort(jnp.stack([*shifted, moved]), axis=0)[3], around[1::2][: len(x) // 2]
 
 
+def mixture(x: Any, weights: Any, sizes: Any) -> Any:
+    return jnp.sum(jnp.tanh(lax.ragged_dot(x, weights, sizes)) ** 2)
+
+
 FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...]]] = {
     "attention": (attention, (numbers(67, 3, 8), numbers(61, 3, 8), numbers(61, 3, 8))),
     "its gradients": (of_attention, (numbers(48, 2, 8), *[numbers(45, 2, 8)] * 2)),
@@ -222,6 +229,10 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...]]] = {
             ).T
         ),
         (numbers(20, 20), numbers(20, 400)),
+    ),
+    "a mixture of experts": (
+        jax.value_and_grad(mixture, (0, 1)),
+        (numbers(120, 16), numbers(5, 16, 24), np.asarray([30, 0, 41, 17, 28], np.int32)),
     ),
     "a product": (lambda a, b: a @ b, (numbers(96, 80), numbers(80, 88))),
     "sums of 16 bits": (

@@ -40,6 +40,8 @@ COMBINED = {
     "dot_general": "add",
     "conv_general_dilated": "add",
 }
+# Of a product of groups of rows, along the rows where they are contracted.
+COMBINED["ragged_dot_general"] = "add"
 # A gather along what it indexes finds each row in one part, and nothing in the others.
 COMBINED["gather"] = "add"
 SCATTERS = frozenset(
@@ -370,6 +372,36 @@ def _solved(e: Equation, operands: Sequence[Type], results: Sequence[Type]) -> R
     return Rule((rule.operands[0], labels), (labels,), frozenset())
 
 
+def _ragged(e: Equation, operands: Sequence[Type], results: Sequence[Type]) -> Rule | None:
+    """Products of groups of rows, each with a matrix of its own; and what each group gives
+    where the rows are contracted. Which rows of a part are of which group follows from the
+    groups' sizes (`parts.py`)."""
+    params = e.origin.params
+    numbers = params["ragged_dot_dimension_numbers"]
+    ((of_left, of_right), batch) = numbers.dot_dimension_numbers
+    ragged = numbers.lhs_ragged_dimensions
+    if any(batch) or len(ragged) != 1 or params["group_offset"] is not None:
+        return None
+    left, right, sizes = operands
+    rows, groups = ragged[0], tuple(numbers.rhs_group_dimensions)
+    first = len(left.shape)
+    lefts: list[int | None] = [d for d in range(first) if d not in of_left]
+    rights = [first + d for d in range(len(right.shape)) if d not in (*of_right, *groups)]
+    contracted = rows if rows in of_left else None
+    result = [*([] if contracted is None else [None]), *lefts, *rights]
+    of_rights: list[int | None] = [
+        first + d if first + d in rights else None for d in range(len(right.shape))
+    ]
+    if contracted is not None:
+        of_rights[of_right[tuple(of_left).index(rows)]] = rows
+    of_lefts = [d if d in (*lefts, contracted) else None for d in range(first)]
+    return Rule(
+        (_large(left, of_lefts), _large(right, of_rights), (None,) * len(sizes.shape)),
+        (_large(results[0], result),),
+        frozenset() if contracted is None or left.shape[rows] < 2 else frozenset([rows]),
+    )
+
+
 def _sliced(e: Equation, operands: Sequence[Type], results: Sequence[Type]) -> Rule:
     """A part of a slice is one of the operand, which is read whole if it is not sliced
     along that axis."""
@@ -525,6 +557,7 @@ _BY_HAND: dict[str, Callable[[Equation, Sequence[Type], Sequence[Type]], Rule | 
         _factored,
     ),
     "triangular_solve": _solved,
+    "ragged_dot_general": _ragged,
     **dict.fromkeys(["slice", "dynamic_slice"], _sliced),
     "random_bits": _random,
     "iota": _iota,

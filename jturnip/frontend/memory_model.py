@@ -46,9 +46,13 @@ def temporary_bytes(closed: Any) -> int:
 
 def inner_bytes(eqn: Any) -> int:
     """Temporary bytes of the largest jaxpr that an equation calls, or of what it is lowered
-    to: random bits are made of the halves of a counter."""
+    to: random bits are made of the halves of a counter, products of groups of rows of all
+    rows once for each group."""
     if eqn.primitive.name == "random_bits":
         return _COUNTERS * Type.of(eqn.outvars[0].aval).nbytes
+    if eqn.primitive.name == "ragged_dot_general":
+        left, _, sizes = (Type.of(v.aval) for v in eqn.invars)
+        return sizes.shape[-1] * left.nbytes
     return max(map(temporary_bytes, nested(eqn)), default=0)
 
 

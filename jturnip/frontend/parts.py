@@ -27,7 +27,7 @@ _OTHER: dict[str, Callable[[Equation, Sequence[Any], tuple[int, ...]], Any]] = {
     "reshape": lambda e, operands, shape: {"new_sizes": shape},
 }
 _SLICES = frozenset(["slice", "dynamic_slice"])
-_PRODUCTS = frozenset(["dot_general", "conv_general_dilated"])
+_PRODUCTS = frozenset(["dot_general", "conv_general_dilated", "ragged_dot_general"])
 
 
 def _apply(
@@ -58,6 +58,8 @@ def _apply(
     elif e.name in _SLICES:
         results = [_sliced(e, operands, shapes[0], along, low)]
     else:
+        if e.name == "ragged_dot_general":
+            operands = _of_groups(e, operands, along, low)
         other = _OTHER.get(e.name)
         params = other(e, operands, shapes[0]) if other else {}
         dtype = e.origin.outvars[0].aval.dtype
@@ -73,6 +75,22 @@ def _apply(
             offset = lax.convert_element_type(low * scale, results[0].dtype)
             results = [results[0] + offset]
     return results
+
+
+def _of_groups(
+    e: Equation, operands: Sequence[Any], along: Along, low: Any
+) -> Sequence[Any]:
+    """The operands of a product of groups of rows, with how many rows of a part are of each
+    group."""
+    left, right, sizes = operands
+    (rows,) = e.origin.params["ragged_dot_dimension_numbers"].lhs_ragged_dimensions
+    dim, scale = along.operands[0] or (None, 0)
+    if dim != rows:
+        return operands
+    begin = lax.convert_element_type(low * scale, sizes.dtype)
+    ends = jnp.cumsum(sizes, dtype=sizes.dtype)
+    before, until = (jnp.clip(x - begin, 0, left.shape[rows]) for x in (ends - sizes, ends))
+    return left, right, until - before
 
 
 def _sliced(

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from jturnip import compat
-from jturnip.errors import DoesNotFit
+from jturnip.errors import DoesNotFit, PlanningError
 from jturnip.frontend import costs
 from jturnip.frontend.blocks import Ways, cut_along_axes
 from jturnip.frontend.flatten import flatten
@@ -175,7 +175,9 @@ def or_in_blocks(
     Args:
       made: of the other arguments, as for `make_program`.
     """
-    if not isinstance(made, Straight) or not how.axes or how.finest or how.any_plan:
+    if not isinstance(made, Straight) or how.any_plan or how.finest or not how.axes:
+        return made
+    if how.strategy != "auto":  # others are compared with one another, of the same tasks
         return made
     tasks = made.split.graph.tasks
     computing = sum(task.seconds for task in tasks)
@@ -191,7 +193,7 @@ def or_in_blocks(
         for cut in () if ways.doubtful else ways.cut:
             if len(cut.equations) > len(flat.equations):
                 continue  # over more tasks: it would be moved as well
-            with contextlib.suppress(DoesNotFit):
+            with contextlib.suppress(PlanningError):
                 found.append(_straight(cut, arguments, budget, how, to_host))
     found = [m for m in found if m is made or _may_be_called_again(m, budget, how.returned)]
     return min(found, key=lambda made: made.plan.predicted_seconds)

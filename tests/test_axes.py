@@ -54,7 +54,7 @@ def test_rules_are_those_of_an_einsum():
     assert labels(lambda: lax.broadcasted_iota(np.int32, (2, 3), 0)) == "->ij"
     solve = lax.linalg.triangular_solve
     assert labels(lambda a, b: solve(a, b, left_side=True), (3, 3), (3, 4)) == "--,-i->-i"
-    sizes = np.asarray([1, 2, 2], np.int32)
+    sizes = jnp.asarray([1, 2, 2])
     ragged = lambda a, b: lax.ragged_dot(a, b, sizes)
     assert labels(ragged, (5, 2), (3, 2, 4)) == "i-,--j,-->ij"
     assert labels(solve, (2, 3, 3), (2, 4, 3)) == "i--,ij-->ij-"
@@ -234,6 +234,12 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...]]] = {
         jax.value_and_grad(mixture, (0, 1)),
         (numbers(120, 16), numbers(5, 16, 24), np.asarray([30, 0, 41, 17, 28], np.int32)),
     ),
+    "bits of several keys": (
+        lambda seeds: jax.vmap(
+            lambda key: jnp.sort(jax.random.uniform(key, (50,)) + jax.random.normal(key))
+        )(jax.vmap(jax.random.key)(seeds)).sum(0),
+        (np.arange(90, dtype=np.uint32),),
+    ),
     "a product": (lambda a, b: a @ b, (numbers(96, 80), numbers(80, 88))),
     "sums of 16 bits": (
         lambda a, b: jnp.tanh(a @ b).sum(0),
@@ -378,11 +384,11 @@ def test_what_says_something_beside_may_be_cut(capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize("after", [lambda x: x, lambda x: x.sum(0)])
 def test_what_reads_the_same_parts_is_done_side_by_side(after: Callable[[Any], Any]):
     fn = lambda a, b: after(jnp.tanh(a @ b))
-    args = numbers(128, 64), numbers(64, 120)
+    args = numbers(256, 128), numbers(128, 240)
     flat = flat_of(fn, *args)
     where = blocks.Where(frozenset(flat.inputs))
     free_launches = DeviceRates(1.0, 1.0, launch_seconds=0.0)
-    way = next(blocks.cut_along_axes(flat, where, 13_000, free_launches, "cpu", COPY)).cut[
+    way = next(blocks.cut_along_axes(flat, where, 52_000, free_launches, "cpu", COPY)).cut[
         0
     ]
     assert_same(evaluated(way, *args), [jax.jit(fn)(*args)], ulps=64)

@@ -22,6 +22,7 @@ from jturnip.planner.orders import as_given, reordered
 from jturnip.planner.planner import plan as make_memgraph, smallest_budget
 from jturnip.planner.recomputing import Rates, repeating
 from jturnip.planner.verify import verify
+from jturnip.programs import make
 from jturnip.programs.planning import fastest, gives_the_same_again
 from jturnip.runtime.schedule import Link
 
@@ -234,7 +235,13 @@ def data() -> tuple[list[Any], Any]:
     return weights, normal(2048, WIDTH)
 
 
-def test_activations_are_computed_again_over_a_slow_link():
+@pytest.fixture
+def without_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where activations are made in blocks, none are moved or made by tasks again."""
+    monkeypatch.setattr(make, "_WAYS_BESIDE", 0)
+
+
+def test_activations_are_computed_again_over_a_slow_link(without_blocks: None):
     weights, x = data()
     gradient = jax.grad(loss)
     want = jax.jit(gradient)([np.asarray(w) for w in weights], x)
@@ -257,7 +264,9 @@ def test_activations_are_computed_again_over_a_slow_link():
         assert plan.to_json_dict()["repeated_tasks"] == plan.repeated_tasks
 
 
-def test_what_was_planned_before_it_is_measured_is_planned_from_the_program_again():
+def test_what_was_planned_before_it_is_measured_is_planned_from_the_program_again(
+    without_blocks: None,
+):
     weights, x = data()
     gradient = jax.grad(loss)
     budget = jturnip.peak_bytes(gradient, weights, x) // 2
@@ -297,7 +306,9 @@ def test_what_may_be_another_the_next_time_runs_once(fn: Any):
     )
 
 
-def test_the_least_where_the_host_has_little_memory(monkeypatch: pytest.MonkeyPatch):
+def test_the_least_where_the_host_has_little_memory(
+    without_blocks: None, monkeypatch: pytest.MonkeyPatch
+):
     """Only what is computed again, or in another order, leaves the host enough."""
     weights, x = data()
     gradient = jax.grad(loss)

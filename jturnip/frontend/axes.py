@@ -419,11 +419,17 @@ def _sliced(e: Equation, operands: Sequence[Type], results: Sequence[Type]) -> R
 
 
 def _random(e: Equation, operands: Sequence[Type], results: Sequence[Type]) -> Rule | None:
-    """Bits that are made of their positions, where that is so (`parts.works`)."""
+    """Bits that are made of their positions, where that is so (`parts.works`); those of
+    several keys are of one after the other."""
     del e
-    if operands[0].shape or math.prod(results[0].shape) >= 2**32:
+    (keys,), (bits,) = operands, results
+    if keys.shape:
+        batch = range(len(keys.shape))
+        labels = [d if d in batch else None for d in range(len(bits.shape))]
+        return Rule((_large(keys, batch),), (_large(bits, labels),), frozenset())
+    if math.prod(bits.shape) >= 2**32:
         return None
-    return Rule(((),), (_large(results[0], range(len(results[0].shape))),), frozenset())
+    return Rule(((),), (_large(bits, range(len(bits.shape))),), frozenset())
 
 
 def _top_k(e: Equation, operands: Sequence[Type], results: Sequence[Type]) -> Rule | None:

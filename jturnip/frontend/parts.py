@@ -134,7 +134,7 @@ def _random_bits(
       TypeError: where this jax does not make them of a threefry key and their positions.
     """
     whole, width = e.origin.params["shape"], e.origin.params["bit_width"]
-    if along.result is None:
+    if along.result is None or along.operands[0] is not None:  # all bits of some keys
         (bits,) = bind(e.origin, (key,))
         return bits
     if str(key.dtype) != "key<fry>" or not _are_of_positions(

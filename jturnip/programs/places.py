@@ -7,7 +7,7 @@ from typing import Any
 
 from jturnip import placement
 from jturnip.frontend.blocks import Where
-from jturnip.frontend.values import FlatJaxpr
+from jturnip.frontend.values import FlatJaxpr, is_key
 from jturnip.graph.taskgraph import BufferId
 from jturnip.placement import Arguments, Returned, Whose
 from jturnip.units import padded
@@ -39,14 +39,16 @@ def unread(flat: FlatJaxpr) -> frozenset[int]:
 
 
 def where(flat: FlatJaxpr, arguments: Arguments) -> Where:
-    """Where arguments and closed-over arrays are."""
+    """Where arguments and closed-over arrays are. Keys are not read in parts from there."""
     arguments, ignored = kept(arguments, flat), unread(flat)
     held = [
         *zip(flat.inputs, arguments.whose, strict=True),
         *((v, constant_whose(array)) for v, array in flat.constants),
     ]
     return Where(
-        hosted=frozenset(v for v, w in held if w.on_host),
+        hosted=frozenset(
+            v for v, w in held if w.on_host and not is_key(flat.types[v].dtype)
+        ),
         staying=frozenset(
             v for v, w in held if w is Whose.CALLER_DEVICE and v not in ignored
         ),

@@ -87,8 +87,9 @@ def _of_groups(
     dim, scale = along.operands[0] or (None, 0)
     if dim != rows:
         return operands
-    begin = lax.convert_element_type(low * scale, sizes.dtype)
-    ends = jnp.cumsum(sizes, dtype=sizes.dtype)
+    # Signed and wide, whatever they are: a part may begin after the end of a group.
+    sizes = lax.convert_element_type(sizes, np.int32)
+    begin, ends = low * scale, jnp.cumsum(sizes)
     before, until = (jnp.clip(x - begin, 0, left.shape[rows]) for x in (ends - sizes, ends))
     return left, right, until - before
 
@@ -134,10 +135,11 @@ def _random_bits(
       TypeError: where this jax does not make them of a threefry key and their positions.
     """
     whole, width = e.origin.params["shape"], e.origin.params["bit_width"]
-    if along.result is None or along.operands[0] is not None:  # all bits of some keys
-        (bits,) = bind(e.origin, (key,))
+    threefry = str(key.dtype) == "key<fry>"
+    if along.result is None or (along.operands[0] is not None and threefry):
+        (bits,) = bind(e.origin, (key,))  # all bits of each key
         return bits
-    if str(key.dtype) != "key<fry>" or not _are_of_positions(
+    if not threefry or not _are_of_positions(
         width,
         bool(jax.config.jax_threefry_partitionable),  # pyright: ignore[reportAttributeAccessIssue]
     ):

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from jturnip.frontend import axes, parts
-from jturnip.frontend.axes import Rule
 from jturnip.frontend.flatten import flatten
+from jturnip.frontend.rules import Rule
 from jturnip.frontend.stretches import Along
 from jturnip.frontend.values import Constant, Equation, FlatJaxpr, Type
 from tests.conformance.registry import Case, programs

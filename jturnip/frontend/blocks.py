@@ -16,7 +16,7 @@ from typing import Any
 
 from jturnip.frontend import parts
 from jturnip.frontend.anew import Large, made_anew
-from jturnip.frontend.axes import Known, Rule, rules
+from jturnip.frontend.axes import Known, rules
 from jturnip.frontend.choosing import (
     Room,
     Search,
@@ -26,6 +26,7 @@ from jturnip.frontend.choosing import (
     touched,
 )
 from jturnip.frontend.costs import DeviceRates
+from jturnip.frontend.rules import Rule
 from jturnip.frontend.values import Equation, FlatJaxpr
 from jturnip.units import format_bytes
 
@@ -209,6 +210,13 @@ def _lengths(flat: FlatJaxpr, e: Equation, rule: Rule | None) -> list[int]:
             if label is not None:
                 found.setdefault(label, size)
     return list(found.values())
+
+
+def has_scans_with_axes(flat: FlatJaxpr) -> bool:
+    """Whether there are scans that can be done in parts without being taken apart."""
+    scans = tuple(e for e in flat.equations if e.name == "scan")
+    some = dataclasses.replace(flat, equations=scans)
+    return any(rule is not None for rule in rules(some, parts.works, Known()))
 
 
 def _may_be_cut(flat: FlatJaxpr, arena: int, where: Where, known: Known) -> bool:

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from jturnip.frontend import parts, stacks
+from jturnip.frontend.rules import COMBINED
 from jturnip.frontend.stretches import Stretch, Stretches, read_by
 from jturnip.frontend.values import (
     Constant,
@@ -298,6 +299,10 @@ class _New:
         if sofar is None:
             return part
         name = self._flat.equations[cutting.stretch.reduced[v]].name
+        if name not in COMBINED:  # the same for each part
+            if last:
+                self._ours(stacks.copying(self._types[v]), (part,), (v,), ())
+            return part
         dtype = self._types[v].dtype if last else None
         closed = parts.combining(name, self._types[sofar], self._types[part], dtype)
         total = v if last else self._value(Type.of(closed.jaxpr.outvars[0].aval))

@@ -11,9 +11,9 @@ import numpy as np
 from jax import lax
 from jax.extend.random import threefry2x32_p
 
-from jturnip.frontend import costs
-from jturnip.frontend.axes import COMBINED, SCATTERS, Rule
-from jturnip.frontend.stretches import Along, Pass, Stretch
+from jturnip.frontend import axes, costs, iterations
+from jturnip.frontend.rules import COMBINED, SCATTERS, Along, Rule
+from jturnip.frontend.stretches import Pass, Stretch
 from jturnip.frontend.values import Constant, Equation, FlatJaxpr, Type, bind
 
 
@@ -57,6 +57,8 @@ def _apply(
         results = [_random_bits(e, operands[0], shapes[0], along, low)]
     elif e.name in _SLICES:
         results = [_sliced(e, operands, shapes[0], along, low)]
+    elif e.name == "scan":
+        results = iterations.on_part(e, operands, along, low, axes.rules_by(works), _apply)
     else:
         if e.name == "ragged_dot_general":
             operands = _of_groups(e, operands, along, low)
@@ -321,6 +323,8 @@ def _dtype_of_sums(name: str, dtype: Any) -> Any:
 
 def _nothing(name: str, shape: Sequence[int], dtype: Any) -> Any:
     """What changes nothing when it is combined."""
+    if name not in COMBINED:
+        return lax.full(shape, 0, dtype)
     how = COMBINED[name]
     if how in ("max", "min"):
         least = how == "max"
@@ -353,7 +357,10 @@ def combining(name: str, sofar: Type, part: Type, dtype: Any = None) -> Any:
 
 
 def combined(name: str, sofar: Any, part: Any) -> Any:
-    """What a reduction has of all parts up to one."""
+    """What a reduction has of all parts up to one; the same for each part of what is not a
+    reduction."""
+    if name not in COMBINED:
+        return part
     part = lax.convert_element_type(part, sofar.dtype)
     return _COMBINE[COMBINED[name]](sofar, part)
 

@@ -16,14 +16,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jturnip.frontend import parts, stacks
-from jturnip.frontend.axes import SCATTERS, Known, Rule, rules
+from jturnip.frontend.axes import Known, rules
 from jturnip.frontend.builder import Builder
 from jturnip.frontend.inline import Condition, inline
 from jturnip.frontend.loops import SMALL, Cuts, Streaming, find_cuts, is_driven, scan_counts
 from jturnip.frontend.merging import merged
 from jturnip.frontend.results import Forwarded, may_be
+from jturnip.frontend.rules import SCATTERS, Along, Rule
 from jturnip.frontend.stacks import Made, Spread, Stack, Value
-from jturnip.frontend.stretches import Along
 from jturnip.frontend.tables import rows_by_host
 from jturnip.frontend.values import (
     Atom,

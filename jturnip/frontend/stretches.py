@@ -11,9 +11,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jturnip.frontend.axes import Rule
 from jturnip.frontend.costs import HEAVY
 from jturnip.frontend.memory_model import inner_bytes
+from jturnip.frontend.rules import Along, Rule
 from jturnip.frontend.sets import Joined
 from jturnip.frontend.values import Constant, Equation, FlatJaxpr
 
@@ -25,15 +25,6 @@ _MOST_ENDS = 8
 def read_by(e: Equation) -> Iterator[int]:
     """The values that an equation reads; not the numbers written in it."""
     return (v for v in e.inputs if not isinstance(v, Constant))
-
-
-@dataclass(frozen=True, slots=True)
-class Along:
-    """Where one equation is cut: for each operand and the first result the dimension, and
-    how many positions along it are one along the axis; None for what is not cut."""
-
-    operands: tuple[tuple[int, int] | None, ...]
-    result: tuple[int, int] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +49,7 @@ class Stretch:
     dims: Mapping[int, int]
     # (equation, operand) → the dimension along which that is cut there.
     uses: Mapping[tuple[int, int], int]
-    # Value → the equation that reduces to it.
+    # Value → the equation that reduces to it; or gives the same for each part.
     reduced: Mapping[int, int]
     # Equation → the loop over parts that it is in, or that it precedes. What reads a
     # reduced value comes in a later loop.
@@ -383,8 +374,9 @@ class Stretches:
                 continue
             assert rule is not None
             label = working[i]
-            if label in rule.reduced:
-                reduced[e.outputs[0]] = i
+            for v, each in zip(e.outputs, rule.results, strict=True):
+                if label not in each and (v in self.results or v in self.readers):
+                    reduced[v] = i
             for position, (v, each) in enumerate(zip(e.inputs, rule.operands, strict=True)):
                 if label in each and not isinstance(v, Constant):
                     uses[i, position] = each.index(label)

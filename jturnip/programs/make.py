@@ -4,13 +4,13 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from jturnip import compat
 from jturnip.errors import DoesNotFit, PlanningError
 from jturnip.frontend import costs
-from jturnip.frontend.blocks import Ways, cut_along_axes
+from jturnip.frontend.blocks import Ways, cut_along_axes, has_scans_with_axes
 from jturnip.frontend.flatten import flatten
 from jturnip.frontend.inline import Condition, argument_avals
 from jturnip.frontend.streaming import Seen
@@ -102,6 +102,14 @@ def _made(
             )
         except DoesNotFit as error:
             refusals.append(error.with_traceback(None))
+        if how.streams and not how.finest:
+            flat = flatten(closed, forwarded, None, condition, seen)
+            if has_scans_with_axes(flat):  # they may be cut along these instead
+                make = functools.partial(_cut_along_axes, flat, arguments, budget, how)
+                try:
+                    return _for_any_call(make, budget, how, to_host)
+                except DoesNotFit as error:
+                    refusals.append(error.with_traceback(None))
     for attempt in how.attempts if not (how.axes and how.finest) else ():
         streaming = None
         if how.streams:
@@ -116,16 +124,27 @@ def _made(
             flat = flatten(closed, forwarded, None, condition, seen)
         make = functools.partial(_of_flat, flat, arguments, budget, how, attempt)
         try:
-            made = make(to_host)
-            if _may_be_called_again(made, budget, how.returned):
-                return made
-            return make(to_host.union(*how.returned.groups))
+            return _for_any_call(make, budget, how, to_host)
         except DoesNotFit as error:
             refusals.append(error.with_traceback(None))
             if not has_loops or streaming is None:
                 break
     refusal = min(refusals, key=lambda refusal: refusal.needed_bytes)
     return refusal.with_traceback(None)
+
+
+def _for_any_call(
+    make: Callable[[frozenset[int]], "Straight | Chain"],
+    budget: Budget,
+    how: How,
+    to_host: frozenset[int],
+) -> "Straight | Chain":
+    """A program, of the results that end in host memory, that surely has room for a next
+    call: with more of them there if it must be."""
+    made = make(to_host)
+    if _may_be_called_again(made, budget, how.returned):
+        return made
+    return make(to_host.union(*how.returned.groups))
 
 
 def _of_flat(

@@ -2,6 +2,7 @@
 together, or combined, each gives what it gives at once."""
 
 import collections
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -119,15 +120,12 @@ def in_two(
             for t, c in zip(written, of_results, strict=True)
         ]
         made.append(parts._apply(e, pieces, shapes, along, jnp.int32(low)))
-    if label in rule.reduced:
-        total = made[0][0]
-        for (part,) in made[1:]:
-            total = parts.combined(e.name, total, part)
-        return [total]
+    hows = rule.reduced.get(label, (None,) * len(of_results))
     return [
-        jnp.concatenate([each[k] for each in made], c[0])
-        for k, c in enumerate(of_results)
-        if c is not None
+        jnp.concatenate(column, cut[0])
+        if cut is not None
+        else functools.reduce(functools.partial(parts.combined, how or ""), column)
+        for column, cut, how in zip(zip(*made, strict=True), of_results, hows, strict=True)
     ]
 
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from jturnip.frontend import costs, parts
 from jturnip.frontend.axes import Known, rules
 from jturnip.frontend.hints import gives_the_same_bits_again
-from jturnip.frontend.stretches import Stretch, Stretches, read_by
-from jturnip.frontend.values import Equation, FlatJaxpr
+from jturnip.frontend.stretches import Stretch, Stretches
+from jturnip.frontend.values import Equation, FlatJaxpr, read_by
 
 
 # So often something is made anew at most.

@@ -212,11 +212,28 @@ def _lengths(flat: FlatJaxpr, e: Equation, rule: Rule | None) -> list[int]:
     return list(found.values())
 
 
-def has_scans_with_axes(flat: FlatJaxpr) -> bool:
-    """Whether there are scans that can be done in parts without being taken apart."""
+def has_scans_with_axes(flat: FlatJaxpr, arena: int) -> bool:
+    """Whether there are scans that can be done in parts without being taken apart, with
+    room for what all parts read."""
     scans = tuple(e for e in flat.equations if e.name == "scan")
     some = dataclasses.replace(flat, equations=scans)
-    return any(rule is not None for rule in rules(some, parts.works, Known()))
+    of_scans = zip(scans, rules(some, parts.works, Known()), strict=True)
+    return any(
+        rule is not None and _least_whole_bytes(flat, e, rule) <= arena
+        for e, rule in of_scans
+    )
+
+
+def _least_whole_bytes(flat: FlatJaxpr, e: Equation, rule: Rule) -> int:
+    """Bytes of what an equation reads and writes whole, along the axis where that is least."""
+    sides = list(zip((*e.inputs, *e.outputs), (*rule.operands, *rule.results), strict=True))
+    along = {label for _, labels in sides for label in labels if label is not None}
+    return min(
+        nbytes_of(
+            flat, {v for v, labels in sides if isinstance(v, int) and x not in labels}
+        )
+        for x in along
+    )
 
 
 def _may_be_cut(flat: FlatJaxpr, arena: int, where: Where, known: Known) -> bool:

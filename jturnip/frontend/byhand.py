@@ -12,7 +12,7 @@ def _iota(e: Equation, operands: Sequence[Type], results: Sequence[Type]) -> Rul
     if operands:  # sizes that are not known
         return None
     labels = _large(results[0], range(len(results[0].shape)))
-    return Rule((), (labels,), frozenset())
+    return Rule((), (labels,))
 
 
 def _factored(e: Equation, operands: Sequence[Type], results: Sequence[Type]) -> Rule:
@@ -23,7 +23,7 @@ def _factored(e: Equation, operands: Sequence[Type], results: Sequence[Type]) ->
     def labels(t: Type) -> tuple[int | None, ...]:
         return _large(t, [d if d < batch else None for d in range(len(t.shape))])
 
-    return Rule(tuple(map(labels, operands)), tuple(map(labels, results)), frozenset())
+    return Rule(tuple(map(labels, operands)), tuple(map(labels, results)))
 
 
 def _solved(e: Equation, operands: Sequence[Type], results: Sequence[Type]) -> Rule:
@@ -35,7 +35,7 @@ def _solved(e: Equation, operands: Sequence[Type], results: Sequence[Type]) -> R
     labels = _large(
         right, [d if d < matrix or d == free else None for d in range(len(right.shape))]
     )
-    return Rule((rule.operands[0], labels), (labels,), frozenset())
+    return Rule((rule.operands[0], labels), (labels,))
 
 
 def _ragged(e: Equation, operands: Sequence[Type], results: Sequence[Type]) -> Rule | None:
@@ -64,7 +64,7 @@ def _ragged(e: Equation, operands: Sequence[Type], results: Sequence[Type]) -> R
     return Rule(
         (_large(left, of_lefts), _large(right, of_rights), (None,) * len(sizes.shape)),
         (_large(results[0], result),),
-        frozenset() if contracted is None or left.shape[rows] < 2 else frozenset([rows]),
+        {} if contracted is None or left.shape[rows] < 2 else {rows: ("add",)},
     )
 
 
@@ -81,7 +81,7 @@ def _sliced(e: Equation, operands: Sequence[Type], results: Sequence[Type]) -> R
         )
     ]
     positions = ((),) * (len(operands) - 1)
-    return Rule((tuple(read), *positions), (labels,), frozenset())
+    return Rule((tuple(read), *positions), (labels,))
 
 
 def _random(e: Equation, operands: Sequence[Type], results: Sequence[Type]) -> Rule | None:
@@ -92,10 +92,10 @@ def _random(e: Equation, operands: Sequence[Type], results: Sequence[Type]) -> R
     if keys.shape:
         batch = range(len(keys.shape))
         labels = [d if d in batch else None for d in range(len(bits.shape))]
-        return Rule((_large(keys, batch),), (_large(bits, labels),), frozenset())
+        return Rule((_large(keys, batch),), (_large(bits, labels),))
     if math.prod(bits.shape) >= 2**32:
         return None
-    return Rule(((),), (_large(bits, range(len(bits.shape))),), frozenset())
+    return Rule(((),), (_large(bits, range(len(bits.shape))),))
 
 
 def _of_keys(e: Equation, operands: Sequence[Type], results: Sequence[Type]) -> Rule | None:
@@ -107,7 +107,7 @@ def _of_keys(e: Equation, operands: Sequence[Type], results: Sequence[Type]) -> 
     def labels(t: Type) -> tuple[int | None, ...]:
         return _large(t, [d if d in batch else None for d in range(len(t.shape))])
 
-    return Rule(tuple(map(labels, operands)), tuple(map(labels, results)), frozenset())
+    return Rule(tuple(map(labels, operands)), tuple(map(labels, results)))
 
 
 def _top_k(e: Equation, operands: Sequence[Type], results: Sequence[Type]) -> Rule | None:
@@ -115,7 +115,7 @@ def _top_k(e: Equation, operands: Sequence[Type], results: Sequence[Type]) -> Ru
     rank = len(operands[0].shape)
     axis = e.origin.params.get("axis", rank - 1) % rank
     labels = _large(operands[0], [None if d == axis else d for d in range(rank)])
-    return Rule((labels,), (labels, labels), frozenset())
+    return Rule((labels,), (labels, labels))
 
 
 def _running(e: Equation, operands: Sequence[Type], results: Sequence[Type]) -> Rule:
@@ -123,14 +123,14 @@ def _running(e: Equation, operands: Sequence[Type], results: Sequence[Type]) -> 
     axis = e.origin.params["axis"]
     labels = [None if d == axis else d for d in range(len(operands[0].shape))]
     large = _large(operands[0], labels)
-    return Rule((large,), (large,), frozenset())
+    return Rule((large,), (large,))
 
 
 def _arg(e: Equation, operands: Sequence[Type], results: Sequence[Type]) -> Rule:
     axes = e.origin.params["axes"]
     labels = [None if d in axes else d for d in range(len(operands[0].shape))]
     kept = [d for d in range(len(labels)) if d not in axes]
-    return Rule((_large(operands[0], labels),), (_large(results[0], kept),), frozenset())
+    return Rule((_large(operands[0], labels),), (_large(results[0], kept),))
 
 
 def _large(t: Type, labels: Sequence[int | None]) -> tuple[int | None, ...]:
@@ -163,7 +163,7 @@ def _gather(e: Equation, operands: Sequence[Type], results: Sequence[Type]) -> R
                 results[0], [x if x in labels or _is_batch(x) else None for x in of_result]
             ),
         ),
-        frozenset(reduced),
+        {label: ("add",) for label in reduced},
     )
 
 
@@ -193,7 +193,6 @@ def _scatter(e: Equation, operands: Sequence[Type], results: Sequence[Type]) -> 
             _large(updates, [x if x in labels else None for x in of_updates]),
         ),
         (_large(results[0], labels),),
-        frozenset(),
     )
 
 

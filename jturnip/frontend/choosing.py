@@ -15,8 +15,8 @@ from jturnip.frontend.axes import Known, rules
 from jturnip.frontend.cutting import Blocks, Cutting, Tasks, with_cuttings
 from jturnip.frontend.memory_model import inner_bytes
 from jturnip.frontend.sets import Joined
-from jturnip.frontend.stretches import Stretch, Stretches, read_by
-from jturnip.frontend.values import Constant, Equation, FlatJaxpr
+from jturnip.frontend.stretches import Stretch, Stretches
+from jturnip.frontend.values import Constant, Equation, FlatJaxpr, read_by
 from jturnip.units import padded
 
 

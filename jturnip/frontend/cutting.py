@@ -14,8 +14,8 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from jturnip.frontend import parts, stacks
-from jturnip.frontend.rules import COMBINED
-from jturnip.frontend.stretches import Stretch, Stretches, read_by
+from jturnip.frontend.rules import SAME
+from jturnip.frontend.stretches import Stretch, Stretches
 from jturnip.frontend.values import (
     Constant,
     Equation,
@@ -24,6 +24,7 @@ from jturnip.frontend.values import (
     Slice,
     Type,
     Window,
+    read_by,
     values_of,
 )
 
@@ -298,13 +299,13 @@ class _New:
     ) -> int:
         if sofar is None:
             return part
-        name = self._flat.equations[cutting.stretch.reduced[v]].name
-        if name not in COMBINED:  # the same for each part
+        how = cutting.stretch.reduced[v]
+        if how == SAME:
             if last:
                 self._ours(stacks.copying(self._types[v]), (part,), (v,), ())
             return part
         dtype = self._types[v].dtype if last else None
-        closed = parts.combining(name, self._types[sofar], self._types[part], dtype)
+        closed = parts.combining(how, self._types[sofar], self._types[part], dtype)
         total = v if last else self._value(Type.of(closed.jaxpr.outvars[0].aval))
         self._ours(closed, (sofar, part), (total,), ())
         return total

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, S
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import jax.numpy as jnp
 from jax import lax
 
 from jturnip import compat
@@ -19,13 +20,20 @@ from jturnip.errors import UnsupportedError
 from jturnip.frontend import costs
 from jturnip.frontend.inline import inline
 from jturnip.frontend.loops import scan_counts
-from jturnip.frontend.rules import Along, Rule
+from jturnip.frontend.rules import SAME, Along, Rule, without
 from jturnip.frontend.sets import Joined
-from jturnip.frontend.values import Constant, Equation, FlatJaxpr, Type
+from jturnip.frontend.values import Constant, Equation, FlatJaxpr, Type, read_by
 
 
 # What is done again for every part may be this share of the work.
 _AGAIN = 1 / 16
+
+# How results may be combined that iterations sum up; what is linear in all its operands.
+_SUMS = frozenset(["add", SAME, None])
+_LINEAR = frozenset(
+    "add add_any sub neg copy convert_element_type transpose reshape squeeze expand_dims"
+    " broadcast_in_dim reduce_sum slice".split()
+)
 
 # The rule of each equation of a function.
 Rules: TypeAlias = Callable[[FlatJaxpr], Sequence[Rule | None]]
@@ -37,14 +45,23 @@ Apply: TypeAlias = Callable[
 
 
 @dataclass(frozen=True, slots=True)
+class Axis:
+    """An axis of a scan's body."""
+
+    # Value → the dimension along which it is cut.
+    dims: Mapping[int, int]
+    # How each result of the scan is combined; None for one that is cut.
+    how: tuple[str | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Body:
     """What a scan does in each iteration."""
 
     flat: FlatJaxpr
     # How many constants, carried values and scanned arrays there are.
     counts: tuple[int, int, int]
-    # Label → the dimension along which each value that has it is cut.
-    cut: Mapping[int, Mapping[int, int]]
+    axes: tuple[Axis, ...]
 
     @property
     def outer(self) -> list[int]:
@@ -85,20 +102,19 @@ def _body_of(
     for v, w in zip(flat.inputs[consts : consts + carry], flat.result_values, strict=False):
         for dim in range(len(flat.types[v].shape)):
             joined.join((v, dim), (w, dim))
-    cut: dict[tuple[int, int], dict[int, int]] = {}
+    named: dict[tuple[int, int], dict[int, int]] = {}
     bad = set(map(joined.find, whole))
     for v, dim in list(joined):
         name = joined.find((v, dim))
-        if v in cut.setdefault(name, {}):
+        if v in named.setdefault(name, {}):
             bad.add(name)
-        cut[name][v] = dim
-    ends = {*flat.inputs, *flat.result_values}
-    found = [
-        each
-        for name, each in cut.items()
-        if name not in bad and _works(flat, of_equation, each, ends)
-    ]
-    return Body(flat, counts, dict(enumerate(found)))
+        named[name][v] = dim
+    axes = (
+        _axis(flat, counts, of_equation, dims)
+        for name, dims in named.items()
+        if name not in bad
+    )
+    return Body(flat, counts, tuple(axis for axis in axes if axis is not None))
 
 
 def _see(
@@ -117,37 +133,106 @@ def _see(
         if isinstance(v, Constant):
             continue
         for dim, label in enumerate(each):
-            if label is None or (rule is not None and label in rule.reduced):
+            if label is None or not _SUMS.issuperset(_hows(rule, label)):
                 whole.add((v, dim))
             else:
                 joined.join((v, dim), together.setdefault(label, (v, dim)))
+
+
+def _hows(rule: Rule | None, label: int) -> tuple[str | None, ...]:
+    return () if rule is None else rule.reduced.get(label, ())
 
 
 def _types(e: Equation, flat: FlatJaxpr) -> list[Type]:
     return [*flat.operand_types(e), *(flat.types[v] for v in e.outputs)]
 
 
-def _works(
+def _axis(
     flat: FlatJaxpr,
+    counts: tuple[int, int, int],
     rules: Sequence[Rule | None],
-    cut: Mapping[int, int],
-    ends: Collection[int],
-) -> bool:
-    """Whether a body can be done in parts: along one axis of each equation, with little
-    that is done for all parts alike, and whole positions of all between its ends."""
-    sizes = {v: flat.types[v].shape[dim] for v, dim in cut.items()}
-    length = math.gcd(*(size for v, size in sizes.items() if v in ends))
+    dims: Mapping[int, int],
+) -> Axis | None:
+    """An axis, if a body can be done in parts along it: along one label of each equation,
+    with little that is done for all parts alike, and whole positions of all between its
+    ends."""
+    ends = {*flat.inputs, *flat.result_values}.intersection(dims)
+    sizes = {v: flat.types[v].shape[dim] for v, dim in dims.items()}
+    length = math.gcd(*(sizes[v] for v in ends))
     if length < 2 or any(size % length for size in sizes.values()):
+        return None
+    labels = [set(_labels(e, r, dims)) for e, r in zip(flat.equations, rules, strict=True)]
+    if max(map(len, labels), default=0) > 1:
+        return None
+    work = [costs.flops(e.origin) for e in flat.equations]
+    again = (each for each, found in zip(work, labels, strict=True) if not found)
+    if sum(again) > _AGAIN * sum(work):
+        return None
+    hows = [
+        _hows(rule, *found) if found else None
+        for rule, found in zip(rules, labels, strict=True)
+    ]
+    sums = _sums(flat, counts, hows, dims)
+    if sums is None:
+        return None
+    how = (None if v in dims else "add" if v in sums else SAME for v in flat.result_values)
+    return Axis(dims, tuple(how))
+
+
+def _sums(
+    flat: FlatJaxpr,
+    counts: tuple[int, int, int],
+    hows: Sequence[Sequence[str | None] | None],
+    dims: Mapping[int, int],
+) -> frozenset[int] | None:
+    """The values of which each part gives one summand: sums along the axis, and what is
+    linear in them; None where anything else is made of such.
+
+    What is carried is one if what is handed on is: gradients of weights, to which each
+    iteration adds. Of their first values, one part has all, and the others nothing.
+
+    Args:
+      hows: of each equation that is cut, how the results that it reduces to are combined.
+      dims: what is cut.
+    """
+    consts, carry, _ = counts
+    carried = list(
+        zip(flat.inputs[consts : consts + carry], flat.result_values, strict=False)
+    )
+    sums: set[int] = set()
+    while True:
+        before = len(sums)
+        for e, how in zip(flat.equations, hows, strict=True):
+            if how is not None:
+                sums.update(v for v, h in zip(e.outputs, how, strict=False) if h == "add")
+            elif not sums.isdisjoint(read_by(e)):
+                sums.update(e.outputs)
+        sums.update(v for v, handed_on in carried if handed_on in sums)
+        if len(sums) == before:
+            break
+    if not sums.isdisjoint(dims) or any(v in sums and w not in sums for v, w in carried):
+        return None
+    for e, how in zip(flat.equations, hows, strict=True):
+        if how is None and not _is_linear(e, sums, flat):
+            return None
+        if how is not None and not sums.isdisjoint(read_by(e)):
+            return None
+    return frozenset(sums)
+
+
+def _is_linear(e: Equation, sums: Collection[int], flat: FlatJaxpr) -> bool:
+    """Whether an equation gives of a sum the sum of what it gives of each summand; or reads
+    none."""
+    read = [isinstance(v, int) and v in sums for v in e.inputs]
+    if not any(read):
+        return True
+    if not all(jnp.issubdtype(t.dtype, jnp.inexact) for t in _types(e, flat)):
         return False
-    again = total = 0.0
-    for e, rule in zip(flat.equations, rules, strict=True):
-        labels = set(_labels(e, rule, cut))
-        if len(labels) > 1:
-            return False
-        work = costs.flops(e.origin)
-        total += work
-        again += 0 if labels else work
-    return again <= _AGAIN * total
+    if e.name in ("mul", "dot_general"):
+        return sum(read) == 1
+    if e.name == "div":
+        return read == [True, False]
+    return e.name in _LINEAR and all(read)
 
 
 def _labels(e: Equation, rule: Rule | None, cut: Mapping[int, int]) -> Iterator[int]:
@@ -172,11 +257,14 @@ def rule_of(e: Equation, rules: Rules) -> Rule | None:
     ]
     labels: list[tuple[int | None, ...]] = []
     for v, outer in sides:
-        at = {each[v]: label for label, each in body.cut.items() if v in each}
+        at = {axis.dims[v]: x for x, axis in enumerate(body.axes) if v in axis.dims}
         rank = len(flat.types[v].shape)
         labels.append((*[None] * outer, *(at.get(dim) for dim in range(rank))))
     operands, results = labels[: len(flat.inputs)], labels[len(flat.inputs) :]
-    return Rule(tuple(operands), tuple(results), frozenset())
+    combined = {x: axis.how for x, axis in enumerate(body.axes) if any(axis.how)}
+    read = {x for each in operands for x in each}
+    rule = Rule(tuple(operands), tuple(results), combined)
+    return without(rule, set(range(len(body.axes))) - read)
 
 
 def on_part(
@@ -187,12 +275,16 @@ def on_part(
     assert body is not None
     at, (dim, scale) = next((i, cut) for i, cut in enumerate(along.operands) if cut)
     v = body.flat.inputs[at]
-    (cut,) = (each for each in body.cut.values() if each.get(v) == dim - body.outer[at])
-    length = body.flat.types[v].shape[cut[v]] // scale
+    (axis,) = (axis for axis in body.axes if axis.dims.get(v) == dim - body.outer[at])
+    length = body.flat.types[v].shape[axis.dims[v]] // scale
     part = operands[at].shape[dim] // scale
-    iteration = _Iteration(body.flat, cut, length, part, apply, low)
+    iteration = _Iteration(body.flat, axis.dims, length, part, apply, low)
     consts, carry, _ = body.counts
     first, carried = operands[:consts], operands[consts : consts + carry]
+    carried = [
+        lax.select(low == 0, x, lax.full_like(x, 0)) if how == "add" else x
+        for x, how in zip(carried, axis.how, strict=False)
+    ]
 
     def step(carried: Any, xs: Any) -> tuple[Any, Any]:
         results = iteration.run([*first, *carried, *xs])
@@ -235,6 +327,13 @@ class _Iteration:
                 made = self.apply(e, read, shapes, along, self.low)
             else:
                 made = e.bind(read)
+            # What is a sum may come wider than it is.
+            made = [
+                x
+                if x.dtype == flat.types[v].dtype
+                else lax.convert_element_type(x, flat.types[v].dtype)
+                for x, v in zip(made, e.outputs, strict=True)
+            ]
             values.update(zip(e.outputs, made, strict=True))
         return [values[v] for v in flat.result_values]
 

@@ -13,7 +13,6 @@ from collections.abc import Collection, Iterator, Sequence
 from jturnip.frontend.costs import ELEMENTWISE, RENAMING
 from jturnip.frontend.loops import scan_counts
 from jturnip.frontend.partition import SMALL, Group
-from jturnip.frontend.stretches import read_by
 from jturnip.frontend.values import (
     Constant,
     Equation,
@@ -21,6 +20,7 @@ from jturnip.frontend.values import (
     Type,
     is_key,
     is_packed,
+    read_by,
 )
 
 

@@ -12,7 +12,7 @@ from jax import lax
 from jax.extend.random import threefry2x32_p
 
 from jturnip.frontend import axes, costs, iterations
-from jturnip.frontend.rules import COMBINED, SCATTERS, Along, Rule
+from jturnip.frontend.rules import SAME, SCATTERS, Along, Rule
 from jturnip.frontend.stretches import Pass, Stretch
 from jturnip.frontend.values import Constant, Equation, FlatJaxpr, Type, bind
 
@@ -210,10 +210,12 @@ def works(e: Equation, flat: FlatJaxpr, rule: Rule, label: int) -> bool:
     )
     try:
         made = on_part(e, of_operands, shapes, along)
-        if label in rule.reduced:
-            partial = Type.of(made.jaxpr.outvars[0].aval)
-            combining(e.name, partial, partial)
-            jax.eval_shape(lambda: _nothing(e.name, partial.shape, partial.dtype))
+        hows = rule.reduced.get(label, ())
+        for how, v in zip(hows, made.jaxpr.outvars, strict=bool(hows)):
+            if how is not None:
+                partial = Type.of(v.aval)
+                combining(how, partial, partial)
+                jax.eval_shape(functools.partial(_nothing, how, partial))
     except Exception:  # whatever a primitive says of what it was not made for
         return False
     return True
@@ -314,18 +316,16 @@ def _is_narrow(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
 
 
-def _dtype_of_sums(name: str, dtype: Any) -> Any:
+def _dtype_of_sums(how: str, dtype: Any) -> Any:
     """In what the parts of a reduction are combined: 16-bit sums in float32, as XLA does
     inside a reduction."""
-    wide = COMBINED[name] == "add" and _is_narrow(dtype)
+    wide = how == "add" and _is_narrow(dtype)
     return np.dtype(np.float32) if wide else dtype
 
 
-def _nothing(name: str, shape: Sequence[int], dtype: Any) -> Any:
+def _nothing(how: str, t: Type) -> Any:
     """What changes nothing when it is combined."""
-    if name not in COMBINED:
-        return lax.full(shape, 0, dtype)
-    how = COMBINED[name]
+    dtype = t.dtype
     if how in ("max", "min"):
         least = how == "max"
         if dtype == np.dtype(bool):
@@ -335,34 +335,33 @@ def _nothing(name: str, shape: Sequence[int], dtype: Any) -> Any:
         else:
             value = jnp.iinfo(dtype).min if least else jnp.iinfo(dtype).max
     else:
-        value = {"add": 0, "mul": 1, "or": 0, "xor": 0}.get(how)
+        value = {"add": 0, "mul": 1, "or": 0, "xor": 0, SAME: 0}.get(how)
         if how == "and":
             value = np.invert(np.zeros((), dtype))
         elif dtype == np.dtype(bool):
             value = bool(value)
-    return lax.full(shape, value, _dtype_of_sums(name, dtype))
+    return lax.full(t.shape, value, _dtype_of_sums(how, dtype))
 
 
 @functools.lru_cache(maxsize=1024)
-def combining(name: str, sofar: Type, part: Type, dtype: Any = None) -> Any:
+def combining(how: str, sofar: Type, part: Type, dtype: Any = None) -> Any:
     """What a reduction has of some parts, and one more part, to what it has then: of this
     dtype in the end, until then sums of 16-bit numbers in float32."""
 
     def combine(sofar: Any, part: Any) -> Any:
-        wide = lax.convert_element_type(sofar, _dtype_of_sums(name, sofar.dtype))
-        total = combined(name, wide, part)
+        wide = lax.convert_element_type(sofar, _dtype_of_sums(how, sofar.dtype))
+        total = combined(how, wide, part)
         return total if dtype is None else lax.convert_element_type(total, dtype)
 
     return jax.make_jaxpr(combine)(sofar.struct(), part.struct())
 
 
-def combined(name: str, sofar: Any, part: Any) -> Any:
-    """What a reduction has of all parts up to one; the same for each part of what is not a
-    reduction."""
-    if name not in COMBINED:
+def combined(how: str, sofar: Any, part: Any) -> Any:
+    """What a reduction has of all parts up to one."""
+    if how == SAME:
         return part
     part = lax.convert_element_type(part, sofar.dtype)
-    return _COMBINE[COMBINED[name]](sofar, part)
+    return _COMBINE[how](sofar, part)
 
 
 # -- stretches -------------------------------------------------------------------------
@@ -406,6 +405,10 @@ def lead_equation(flat: FlatJaxpr, stretch: Stretch) -> Equation:
     return max(equations, key=lambda e: costs.flops(e.origin))
 
 
+def _converted(x: Any, dtype: Any) -> Any:
+    return x if x.dtype == dtype else lax.convert_element_type(x, dtype)
+
+
 class _Blockwise:
     """A stretch evaluated block by block."""
 
@@ -441,25 +444,22 @@ class _Blockwise:
         if rest:
             made = add(made, count * size, rest)
         return {
-            v: lax.convert_element_type(x, self._flat.types[v].dtype)
+            v: _converted(x, self._flat.types[v].dtype)
             for v, x in zip(wanted, made, strict=True)
         }
 
     def _begin(self, v: int) -> Any:
         t = self._flat.types[v]
         if v in self._stretch.reduced:
-            return _nothing(self._reducer(v), t.shape, t.dtype)
+            return _nothing(self._stretch.reduced[v], t)
         return lax.full(t.shape, 0, t.dtype)
 
     def _with_block(self, v: int, before: Any, block: Any, start: Any) -> Any:
         if v in self._stretch.reduced:
-            return combined(self._reducer(v), before, block)
+            return combined(self._stretch.reduced[v], before, block)
         dim = self._stretch.dims[v]
         at = start * self._stretch.scale(self._flat, v, dim)
         return lax.dynamic_update_slice_in_dim(before, block, at, dim)
-
-    def _reducer(self, v: int) -> str:
-        return self._flat.equations[self._stretch.reduced[v]].name
 
     def _block(
         self, steps: Sequence[int], values: Mapping[int, Any], start: Any, size: int

@@ -1,7 +1,7 @@
 """What an equation does along each dimension, as labels; and where one is cut."""
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 
 
 # How partial results of a primitive are combined, if it may be done in parts at all along
@@ -21,6 +21,8 @@ COMBINED = {
 COMBINED["ragged_dot_general"] = "add"
 # A gather along what it indexes finds each row in one part, and nothing in the others.
 COMBINED["gather"] = "add"
+# Not by any operation: it is the same for each part.
+SAME = "same"
 SCATTERS = frozenset(
     ["scatter", *(f"scatter-{how}" for how in "add sub mul min max".split())]
 )
@@ -32,8 +34,9 @@ class Rule:
 
     operands: tuple[tuple[int | None, ...], ...]
     results: tuple[tuple[int | None, ...], ...]
-    # Labels that are reduced.
-    reduced: frozenset[int]
+    # Label that is reduced → how each result is combined along it (`COMBINED`), or None for
+    # one that is cut.
+    reduced: Mapping[int, tuple[str | None, ...]] = field(default_factory=dict)
 
 
 def without(rule: Rule, bad: Collection[int]) -> Rule | None:
@@ -42,7 +45,7 @@ def without(rule: Rule, bad: Collection[int]) -> Rule | None:
     rule = Rule(
         tuple(map(kept, rule.operands)),
         tuple(map(kept, rule.results)),
-        rule.reduced.difference(bad),
+        {x: how for x, how in rule.reduced.items() if x not in bad},
     )
     return rule if _has_labels(rule) else None
 

@@ -166,11 +166,12 @@ class _Reader:
         else:
             combined = set()
         bad = missing - combined
-        bad |= _along_windows(e, Rule(operands, outputs, frozenset()))
+        bad |= _along_windows(e, Rule(operands, outputs))
         # What is cut in one result must be so in all.
         bad |= {x for x in written if any(x not in each for each in outputs)}
 
-        return without(Rule(operands, outputs, frozenset(combined)), bad)
+        how = {label: (COMBINED[e.name],) for label in combined}
+        return without(Rule(operands, outputs, how), bad)
 
 
 def _shardys(op: Any) -> Any:

@@ -22,7 +22,7 @@ from jturnip.frontend.inline import Condition, inline
 from jturnip.frontend.loops import SMALL, Cuts, Streaming, find_cuts, is_driven, scan_counts
 from jturnip.frontend.merging import merged
 from jturnip.frontend.results import Forwarded, may_be
-from jturnip.frontend.rules import SCATTERS, Along, Rule
+from jturnip.frontend.rules import COMBINED, SCATTERS, Along, Rule
 from jturnip.frontend.stacks import Made, Spread, Stack, Value
 from jturnip.frontend.tables import rows_by_host
 from jturnip.frontend.values import (
@@ -391,7 +391,7 @@ class _Streamer:
                 total = partial
                 continue
             closed = parts.combining(
-                e.name,
+                COMBINED[e.name],
                 builder.types[total],
                 builder.types[partial],
                 t.dtype if k == len(pieces) - 1 else None,

@@ -15,16 +15,11 @@ from jturnip.frontend.costs import HEAVY
 from jturnip.frontend.memory_model import inner_bytes
 from jturnip.frontend.rules import Along, Rule
 from jturnip.frontend.sets import Joined
-from jturnip.frontend.values import Constant, Equation, FlatJaxpr
+from jturnip.frontend.values import Constant, Equation, FlatJaxpr, read_by
 
 
 # A stretch has so many ends at most, found one after the other.
 _MOST_ENDS = 8
-
-
-def read_by(e: Equation) -> Iterator[int]:
-    """The values that an equation reads; not the numbers written in it."""
-    return (v for v in e.inputs if not isinstance(v, Constant))
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +44,8 @@ class Stretch:
     dims: Mapping[int, int]
     # (equation, operand) → the dimension along which that is cut there.
     uses: Mapping[tuple[int, int], int]
-    # Value → the equation that reduces to it; or gives the same for each part.
-    reduced: Mapping[int, int]
+    # Value of which each part gives all positions → how these are combined.
+    reduced: Mapping[int, str]
     # Equation → the loop over parts that it is in, or that it precedes. What reads a
     # reduced value comes in a later loop.
     loop: Mapping[int, int]
@@ -359,24 +354,26 @@ class Stretches:
         self, equations: tuple[int, ...], working: Mapping[int, int], dims: dict[int, int]
     ) -> Stretch:
         flat, inside = self.flat, frozenset(equations)
-        reduced: dict[int, int] = {}
+        reduced: dict[int, str] = {}
+        reducing: set[int] = set()
         uses: dict[tuple[int, int], int] = {}
         loop: dict[int, int] = {}
         lengths: set[int] = set()
         for i in equations:
             e, rule = flat.equations[i], self._rules[i]
             writers = {self.writer.get(v) for v in read_by(e)} & inside
-            reduce = set(reduced.values())
             loop[i] = max(
-                (loop[w] + (w in reduce) for w in writers if w is not None), default=0
+                (loop[w] + (w in reducing) for w in writers if w is not None), default=0
             )
             if i not in working:
                 continue
             assert rule is not None
             label = working[i]
-            for v, each in zip(e.outputs, rule.results, strict=True):
-                if label not in each and (v in self.results or v in self.readers):
-                    reduced[v] = i
+            hows = rule.reduced.get(label, ())
+            for v, how in zip(e.outputs, hows, strict=bool(hows)):
+                if how is not None and (v in self.results or v in self.readers):
+                    reduced[v] = how
+                    reducing.add(i)
             for position, (v, each) in enumerate(zip(e.inputs, rule.operands, strict=True)):
                 if label in each and not isinstance(v, Constant):
                     uses[i, position] = each.index(label)

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -142,6 +142,11 @@ class Equation:
             *operands, token = operands
             return (*bind(self.origin, operands), token)
         return bind(self.origin, operands)
+
+
+def read_by(e: Equation) -> Iterator[int]:
+    """The values that an equation reads; not the numbers written in it."""
+    return (v for v in e.inputs if not isinstance(v, Constant))
 
 
 def is_key(dtype: Any) -> bool:

@@ -104,7 +104,7 @@ def _made(
             refusals.append(error.with_traceback(None))
         if how.streams and not how.finest:
             flat = flatten(closed, forwarded, None, condition, seen)
-            if has_scans_with_axes(flat):  # they may be cut along these instead
+            if has_scans_with_axes(flat, budget.arena(arguments.device)):
                 make = functools.partial(_cut_along_axes, flat, arguments, budget, how)
                 try:
                     return _for_any_call(make, budget, how, to_host)
@@ -187,8 +187,9 @@ def or_in_blocks(
     how: How,
     to_host: frozenset[int] = frozenset(),
 ) -> Program:
-    """A program of few tasks that wait for what is moved; or one of the same function with
-    what is between arguments and results done in blocks, so that it need not be moved, if
+    """A program of few tasks that wait for what is moved, or of scans that were taken
+    apart; or one of the same function with what is between arguments and results done in
+    blocks, so that it need not be moved, or with scans cut along their axes instead, if
     that is predicted to be faster.
 
     Args:
@@ -201,16 +202,18 @@ def or_in_blocks(
     tasks = made.split.graph.tasks
     computing = sum(task.seconds for task in tasks)
     waits = made.plan.predicted_seconds > _WAITS * computing
-    if not waits or len(tasks) > _SOME_TASKS or _moves_little(made.plan, made.flat):
-        return made
+    waits = waits and not _moves_little(made.plan, made.flat)
     seen = Seen(platform=compat.lowering_platform(arguments.device))
     flat = flatten(closed, forwarded, None, None, seen)
-    if any(True for e in flat.equations for _ in costs.nested(e.origin)):
+    loops = [e for e in flat.equations if any(True for _ in costs.nested(e.origin))]
+    apart = bool(loops) and len(made.flat.equations) > len(flat.equations)
+    scans = apart and has_scans_with_axes(flat, budget.arena(arguments.device))
+    if len(tasks) > _SOME_TASKS or not (scans or (waits and not loops)):
         return made
     found = [made]
     for ways in itertools.islice(_ways(flat, arguments, budget, how), _WAYS_BESIDE):
         for cut in () if ways.doubtful else ways.cut:
-            if len(cut.equations) > len(flat.equations):
+            if len(cut.equations) > len(flat.equations) and not scans:
                 continue  # over more tasks: it would be moved as well
             with contextlib.suppress(PlanningError):
                 found.append(_straight(cut, arguments, budget, how, to_host))

@@ -476,6 +476,87 @@ def a_jacobian_of_a_network(x: Any, a: Any, b: Any) -> Any:
     return jnp.linalg.norm(jax.vmap(jax.jacfwd(network))(x), axis=(1, 2))
 
 
+# -- loops -----------------------------------------------------------------------------
+
+
+@case((long(512), 16), (16, 16))
+def chains_of_a_hamiltonian_sampler(start: Any, factor: Any) -> Any:
+    precision = factor @ factor.T + jnp.eye(16)
+    energy = lambda x: x @ precision @ x / 2
+
+    def chain(x: Any, key: Any) -> Any:
+        def leap(state: Any, _: Any) -> Any:
+            x, speed = state
+            speed = speed - 0.1 * jax.grad(energy)(x)
+            return (x + 0.1 * speed, speed), None
+
+        def step(state: Any, _: Any) -> Any:
+            x, key = state
+            key, of_speed, of_choice = jax.random.split(key, 3)
+            speed = jax.random.normal(of_speed, x.shape)
+            (to, after), _ = jax.lax.scan(leap, (x, speed), length=5)
+            gain = energy(x) + speed @ speed / 2 - energy(to) - after @ after / 2
+            x = jnp.where(jnp.log(jax.random.uniform(of_choice)) < gain, to, x)
+            return (x, key), x
+
+        _, seen = jax.lax.scan(step, (x, key), length=12)
+        return seen.mean(0), seen.var(0)
+
+    return jax.vmap(chain)(start, jax.random.split(jax.random.key(0), start.shape[0]))
+
+
+@case((long(256), 24, 16), (16, 32), (32, 32))
+def gradients_of_a_recurrent_network(x: Any, into: Any, again: Any) -> Any:
+    def loss(weights: Any) -> Any:
+        def step(state: Any, row: Any) -> Any:
+            state = jnp.tanh(row @ weights[0] + state @ weights[1])
+            return state, state
+
+        state = jnp.zeros((x.shape[0], 32))
+        _, states = jax.lax.scan(step, state, jnp.swapaxes(x, 0, 1))
+        return jnp.mean(jnp.square(states[-1]))
+
+    return jax.grad(loss)((into, again))
+
+
+@case((long(8192),))
+def largest_falls_of_random_walks(start: Any) -> Any:
+    def step(_: Any, state: Any) -> Any:
+        at, most, fall, key = state
+        key, of_step = jax.random.split(key)
+        at = at + 0.1 * jax.random.normal(of_step, at.shape)
+        most = jnp.maximum(most, at)
+        return at, most, jnp.maximum(fall, most - at), key
+
+    first = start, start, jnp.zeros_like(start), jax.random.key(0)
+    return jax.lax.fori_loop(0, 20, step, first)[2]
+
+
+@case((long(64), 24, 16), (16, 16))
+def likeliest_states_of_a_hidden_chain(seen: Any, between: Any) -> Any:
+    def one(seen: Any) -> Any:
+        def forward(score: Any, row: Any) -> Any:
+            scores = score[:, None] + between + row
+            return scores.max(0), scores.argmax(0)
+
+        score, came_from = jax.lax.scan(forward, seen[0], seen[1:])
+        back = lambda state, of: (of[state], state)
+        last, states = jax.lax.scan(back, score.argmax(), came_from, reverse=True)
+        return jnp.append(last, states)
+
+    return jax.vmap(one)(seen)
+
+
+@case((24, long(2048)), (16,))
+def channels_filtered_along_time(signal: Any, taps: Any) -> Any:
+    def step(latest: Any, now: Any) -> Any:
+        latest = jnp.concatenate([latest[:, 1:], now[:, None]], axis=1)
+        return latest, latest @ taps
+
+    latest = jnp.zeros((signal.shape[1], taps.shape[0]))
+    return jax.lax.scan(step, latest, signal)[1]
+
+
 # -- the page --------------------------------------------------------------------------
 
 # Why some are refused where they are.

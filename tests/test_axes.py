@@ -18,6 +18,7 @@ from jturnip.frontend.costs import DeviceRates
 from jturnip.frontend.flatten import flatten
 from jturnip.frontend.parts import works
 from jturnip.frontend.values import Constant, FlatJaxpr, Parts
+from tests.test_rules import through_time
 
 
 RATES = DeviceRates(5e10, 1e10, launch_seconds=1e-4)
@@ -239,6 +240,10 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...]]] = {
             lambda key: jnp.sort(jax.random.uniform(key, (50,)) + jax.random.normal(key))
         )(jax.vmap(jax.random.key)(seeds)).sum(0),
         (np.arange(90, dtype=np.uint32),),
+    ),
+    "gradients through time": (
+        lambda rows, into, again, first: through_time(rows, (into, again), first),
+        (numbers(5, 480, 3), numbers(3, 4), numbers(4, 4), numbers(480, 4)),
     ),
     "a product": (lambda a, b: a @ b, (numbers(96, 80), numbers(80, 88))),
     "sums of 16 bits": (

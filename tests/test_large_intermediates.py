@@ -19,6 +19,7 @@ QUICK = (
     "cross entropy over a vocabulary",
     "a stack of convolutions",
     "a product of matrices",
+    "channels filtered along time",
 )
 # The same for what tries many budgets; where much can be cut, that takes minutes, and is
 # done for some.
@@ -27,6 +28,7 @@ SEARCHED = (
     *VERY_QUICK,
     "filtered by ffts",
     "a product of matrices",
+    "channels filtered along time",
     "a stack of convolutions",
 )
 

@@ -190,6 +190,90 @@ def test_what_cannot_be_combined_is_not_cut():
     assert checked.labels == 2
 
 
+def sampled(x: Any, keys: Any, matrix: Any) -> Any:
+    """Chains of a sampler: a loop within a loop, each chain with random bits of its own."""
+
+    def chain(x: Any, key: Any) -> Any:
+        def step(carried: Any, _: Any) -> Any:
+            x, key, n = carried
+            key, of_step = jax.random.split(key)
+            y, _ = jax.lax.scan(
+                lambda y, _: (y - 0.1 * matrix @ y, None),
+                x + jax.random.normal(of_step, x.shape),
+                length=2,
+            )
+            below = jnp.log(jax.random.uniform(jax.random.fold_in(of_step, n))) < y[0]
+            x = jnp.where(below, y, x)
+            return (x, key, n + 1), x.sum()
+
+        (x, _, n), sums = jax.lax.scan(step, (x, key, 0), length=3)
+        return x, n, sums
+
+    return jax.vmap(chain, out_axes=(0, None, 0))(x, keys)
+
+
+def through_time(rows: Any, weights: Any, first: Any) -> Any:
+    """Gradients of weights that each step adds to, and sums over a batch of each step."""
+
+    def loss(weights: Any) -> Any:
+        def step(state: Any, row: Any) -> Any:
+            state = jnp.tanh(row @ weights[0] + state @ weights[1])
+            return state, state.sum(0)
+
+        state, sums = jax.lax.scan(step, first, rows)
+        return jnp.sum(state**2), sums
+
+    return jax.grad(loss, has_aux=True)(weights)
+
+
+def random(*shape: int) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(0).normal(size=shape).astype(np.float32)
+
+
+@pytest.mark.parametrize("typed", [False, True])
+def test_parts_of_scans(typed: bool):
+    seeds = np.arange(480, dtype=np.uint32)
+    keys = jax.vmap(jax.random.key if typed else jax.random.PRNGKey)(seeds)
+    checked = Checked()
+    checked.function(sampled, (random(480, 4), keys, random(4, 4)))
+    assert checked._times["scan"] == 1
+    weights = random(3, 4), random(4, 4)
+    checked.function(through_time, (random(5, 480, 3), weights, random(480, 4)))
+    assert checked._times["scan"] == 3
+
+
+def test_sums_of_scans_are_not_cut_where_more_is_made_of_them():
+    x = random(5, 480, 3)
+
+    def scans(step: Callable[[Any, Any], Any], first: Any) -> bool:
+        flat = flatten(jax.jit(lambda x: jax.lax.scan(step, first, x)).trace(x).jaxpr)
+        known = axes.rules(flat, parts.works, axes.Known())
+        ((_, rule),) = (
+            (e, rule)
+            for e, rule in zip(flat.equations, known, strict=True)
+            if e.name == "scan"
+        )
+        batch = rule and [each[1] for each in rule.operands if len(each) == 3]
+        return bool(batch) and batch != [None]
+
+    zero = jnp.zeros(3)
+    assert scans(lambda total, row: (total + row.sum(0), None), jnp.ones(3))
+    assert scans(lambda total, row: (0.5 * total - row.sum(0), total / 3), jnp.ones(3))
+    # A product of sums is no sum of products; nor is what is added to one of each part.
+    assert not scans(lambda total, row: (total * total + row.sum(0), None), zero)
+    assert not scans(lambda total, row: (total + row.sum(0) + 1, None), zero)
+    assert not scans(lambda total, row: (jnp.tanh(total) + row.sum(0), None), zero)
+    assert not scans(lambda total, row: (1 - (total + row.sum(0)), None), zero)
+    assert not scans(lambda total, row: (total + row.sum(0), row + total), zero)
+    assert not scans(lambda most, row: (jnp.maximum(most, row.max(0)), None), zero)
+    # Each iteration mixes the positions.
+    whole = lambda state, row: (state - state.mean(0) + row, None)
+    assert not scans(whole, jnp.zeros((480, 3)))
+    # What is not cut is done again for each part: here that is nearly all.
+    again = lambda state, row: (jnp.tanh(state @ state), row * 2)
+    assert not scans(again, jnp.ones((30, 30)))
+
+
 @pytest.mark.parametrize("rows", [256, 640])
 def test_narrow_indices_find_their_rows_in_every_part(rows: int):
     """The end of the last part, or the begin of another, is none of their numbers."""

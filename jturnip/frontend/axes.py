@@ -24,7 +24,9 @@ from jturnip.frontend.values import Equation, FlatJaxpr, is_key
 # They call code that is not XLA's own.
 _UNRULED = frozenset("pure_callback ffi_call custom_call".split())
 # They may read and write keys.
-_OF_KEYS = frozenset(["scan", "random_bits", *byhand.OF_KEYS])
+_OF_KEYS = byhand.OF_KEYS.union(
+    "scan random_bits slice squeeze reshape transpose broadcast_in_dim select_n".split()
+)
 
 
 # Whether an equation can be done for parts along a label.

@@ -27,7 +27,7 @@ from jturnip.frontend.choosing import (
 )
 from jturnip.frontend.costs import DeviceRates
 from jturnip.frontend.rules import Rule
-from jturnip.frontend.values import Equation, FlatJaxpr
+from jturnip.frontend.values import Constant, Equation, FlatJaxpr
 from jturnip.units import format_bytes
 
 
@@ -225,15 +225,16 @@ def has_scans_with_axes(flat: FlatJaxpr, arena: int) -> bool:
 
 
 def _least_whole_bytes(flat: FlatJaxpr, e: Equation, rule: Rule) -> int:
-    """Bytes of what an equation reads and writes whole, along the axis where that is least."""
-    sides = list(zip((*e.inputs, *e.outputs), (*rule.operands, *rule.results), strict=True))
-    along = {label for _, labels in sides for label in labels if label is not None}
-    return min(
-        nbytes_of(
-            flat, {v for v, labels in sides if isinstance(v, int) and x not in labels}
-        )
-        for x in along
-    )
+    """Bytes of what an equation reads and writes whole, along the axis where these are
+    fewest."""
+    labels = (*rule.operands, *rule.results)
+    sides = [
+        (v, each)
+        for v, each in zip((*e.inputs, *e.outputs), labels, strict=True)
+        if not isinstance(v, Constant)
+    ]
+    along = {x for _, each in sides for x in each if x is not None}
+    return min(nbytes_of(flat, {v for v, each in sides if x not in each}) for x in along)
 
 
 def _may_be_cut(flat: FlatJaxpr, arena: int, where: Where, known: Known) -> bool:

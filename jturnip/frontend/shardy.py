@@ -16,7 +16,7 @@ from jax.extend.mlir.passmanager import PassManager
 
 from jturnip.frontend.rules import COMBINED, Rule, without
 from jturnip.frontend.sets import Joined
-from jturnip.frontend.values import Equation, FlatJaxpr
+from jturnip.frontend.values import Equation, FlatJaxpr, Type
 
 
 _PASSES = "builtin.module(inline,canonicalize,func.func(sdy-populate-op-sharding-rules))"
@@ -58,11 +58,8 @@ def _rules(distinct: Sequence[Equation], flat: FlatJaxpr) -> list[Rule | None]:
         found = []
         at = result = 0
         for e, each in zip(distinct, types, strict=True):
-            found.append(
-                reader.rule(
-                    e, range(at, at + len(each)), range(result, result + len(e.outputs))
-                )
-            )
+            written = [flat.types[v] for v in e.outputs]
+            found.append(reader.rule(e, each, at, written, result))
             at += len(each)
             result += len(e.outputs)
     return found
@@ -141,26 +138,39 @@ class _Reader:
             if factor in set(rule.reduction_factors):
                 self._reduced.add(nodes[0])
 
-    def rule(self, e: Equation, arguments: range, results: range) -> Rule | None:
-        """The rule of an equation that reads these arguments and gives these results."""
+    def rule(
+        self,
+        e: Equation,
+        read: Sequence[Type],
+        argument: int,
+        written: Sequence[Type],
+        result: int,
+    ) -> Rule | None:
+        """The rule of an equation that reads and writes values of these types, the first of
+        which are these arguments and results."""
         whole = set(map(self._joined.find, self._whole))
         reduced = set(map(self._joined.find, self._reduced))
         numbers: dict[Any, int] = {}
 
-        def labels(value: Any) -> tuple[int | None, ...]:
-            nodes = [self._joined.find((hash(value), d)) for d in range(len(_shape(value)))]
+        def labels(value: Any, t: Type) -> tuple[int | None, ...]:
+            # Keys have a dimension more there, of their data.
+            nodes = [self._joined.find((hash(value), d)) for d in range(len(t.shape))]
             return tuple(
                 None
                 if size == 1 or node in whole or nodes.count(node) > 1
                 else numbers.setdefault(node, len(numbers))
-                for node, size in zip(nodes, _shape(value), strict=True)
+                for node, size in zip(nodes, t.shape, strict=True)
             )
 
-        operands = tuple(labels(self._arguments[i]) for i in arguments)
-        outputs = tuple(labels(self._returned[i]) for i in results)
-        read = {x for each in operands for x in each if x is not None}
-        written = {x for each in outputs for x in each if x is not None}
-        missing = read - written
+        operands = tuple(
+            labels(self._arguments[i], t) for i, t in enumerate(read, start=argument)
+        )
+        outputs = tuple(
+            labels(self._returned[i], t) for i, t in enumerate(written, start=result)
+        )
+        of_operands = {x for each in operands for x in each if x is not None}
+        of_results = {x for each in outputs for x in each if x is not None}
+        missing = of_operands - of_results
         if e.name in COMBINED and len(outputs) == 1:
             combined = {numbers[n] for n in reduced if n in numbers} & missing
         else:
@@ -168,7 +178,7 @@ class _Reader:
         bad = missing - combined
         bad |= _along_windows(e, Rule(operands, outputs))
         # What is cut in one result must be so in all.
-        bad |= {x for x in written if any(x not in each for each in outputs)}
+        bad |= {x for x in of_results if any(x not in each for each in outputs)}
 
         how = {label: (COMBINED[e.name],) for label in combined}
         return without(Rule(operands, outputs, how), bad)

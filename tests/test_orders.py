@@ -17,7 +17,7 @@ from jturnip.graph.taskgraph import Place, TaskGraph, TaskId
 from jturnip.planner import figures
 from jturnip.planner.orders import ORDERS, as_given, order, reordered
 from jturnip.planner.planner import plan
-from jturnip.programs.planning import fastest
+from jturnip.programs.fastest import fastest
 from jturnip.runtime.schedule import Link
 from jturnip.show import explain
 

@@ -23,7 +23,8 @@ from jturnip.planner.planner import plan as make_memgraph, smallest_budget
 from jturnip.planner.recomputing import Rates, repeating
 from jturnip.planner.verify import verify
 from jturnip.programs import make
-from jturnip.programs.planning import fastest, gives_the_same_again
+from jturnip.programs.fastest import fastest
+from jturnip.programs.planning import gives_the_same_again
 from jturnip.runtime.schedule import Link
 
 

@@ -2,11 +2,12 @@
 
 Addresses are virtual, so a slot may be several ranges and a plan never fragments. A free
 block remembers the op that freed it (TURNIP's `freed_by`, section 5 of the paper); whoever
-takes bytes must wait for those ops. The bytes freed longest ago are taken first: their ops
-are the likeliest to be over when the bytes are wanted.
+takes bytes must wait for those ops. The bytes freed first are taken first: their ops are
+the likeliest to be over when the bytes are wanted.
 """
 
-from collections import OrderedDict, defaultdict, deque
+import bisect
+from collections import defaultdict
 from typing import NamedTuple
 
 from jturnip.graph.memgraph import OpId, Ranges, ranges_bytes
@@ -21,31 +22,44 @@ class _Block(NamedTuple):
     freed_by: OpId | None
 
 
-class Arena:
-    """Free blocks in the order they were freed.
+class _Key(NamedTuple):
+    """Names a block; the smallest was freed first."""
 
-    Invariants: blocks are disjoint; `free_bytes` is their total; the first block was freed
-    no later than the second, and so on; keys grow in the same order.
+    seconds: float
+    number: int
+
+
+class Arena:
+    """Free blocks in the order in which they are freed.
+
+    Invariants: blocks are disjoint; `free_bytes` is their total; `_order` has the keys of
+    all, sorted.
     """
 
     def __init__(self, nbytes: int):
         self.nbytes = nbytes
         self.free_bytes = 0
-        self._blocks: OrderedDict[int, _Block] = OrderedDict()
-        # nbytes → keys of blocks of just that size, oldest first; some of them may be gone
-        # or have another size by now.
-        self._by_size: defaultdict[int, deque[int]] = defaultdict(deque)
-        self._next_key = 0
+        self._blocks: dict[_Key, _Block] = {}
+        self._order: list[_Key] = []
+        # nbytes → keys of blocks of just that size, sorted; some may be gone or have
+        # another size by now.
+        self._by_size: defaultdict[int, list[_Key]] = defaultdict(list)
+        self._count = 0
         self.free(((0, nbytes),) if nbytes else (), None)
 
-    def free(self, ranges: Ranges, freed_by: OpId | None) -> None:
-        """Returns a slot; `freed_by` must not be older than any earlier one."""
+    def free(self, ranges: Ranges, freed_by: OpId | None, seconds: float = 0.0) -> None:
+        """Returns a slot.
+
+        Args:
+          ranges: its bytes.
+          freed_by: the op that frees them.
+          seconds: when that is expected to be over; of equal ones the first is the older.
+        """
         if not ranges:
             return
         nbytes = ranges_bytes(ranges)
-        self._blocks[self._next_key] = _Block(ranges, nbytes, freed_by)
-        self._by_size[nbytes].append(self._next_key)
-        self._next_key += 1
+        self._count += 1
+        self._add(_Key(seconds, self._count), _Block(ranges, nbytes, freed_by))
         self.free_bytes += nbytes
 
     def take(self, nbytes: int) -> tuple[Ranges, tuple[OpId, ...]]:
@@ -59,39 +73,40 @@ class Arena:
             return (), ()
         self.free_bytes -= nbytes
         whole = self._oldest_of_size(nbytes)
-        keys, total = [], 0
-        for key, block in self._blocks.items():
+        total = count = 0
+        for key in self._order:
             if key == whole:
-                del self._blocks[key]
+                del self._order[count]
+                block = self._blocks.pop(key)
                 return block.ranges, () if block.freed_by is None else (block.freed_by,)
-            keys.append(key)
-            total += block.nbytes
+            count += 1
+            total += self._blocks[key].nbytes
             if total >= nbytes:
                 break
+        keys = self._order[:count]
+        del self._order[:count]
         blocks = [self._blocks.pop(key) for key in keys]
         if total > nbytes:
-            blocks[-1] = self._give_back(keys[-1], blocks[-1], total - nbytes)
+            last = blocks[-1]
+            taken, rest = _cut(last.ranges, last.nbytes - (total - nbytes))
+            self._add(keys[-1], _Block(rest, total - nbytes, last.freed_by))
+            blocks[-1] = _Block(taken, ranges_bytes(taken), last.freed_by)
         freers = dict.fromkeys(b.freed_by for b in blocks if b.freed_by is not None)
         return _coalesced([r for b in blocks for r in b.ranges]), tuple(freers)
 
-    def _oldest_of_size(self, nbytes: int) -> int | None:
+    def _add(self, key: _Key, block: _Block) -> None:
+        self._blocks[key] = block
+        bisect.insort(self._order, key)
+        bisect.insort(self._by_size[block.nbytes], key)
+
+    def _oldest_of_size(self, nbytes: int) -> _Key | None:
         keys = self._by_size.get(nbytes)
         while keys:
             block = self._blocks.get(keys[0])
             if block is not None and block.nbytes == nbytes:
                 return keys[0]
-            keys.popleft()
+            del keys[0]
         return None
-
-    def _give_back(self, key: int, block: _Block, left: int) -> _Block:
-        """Gives back the last `left` bytes of a block, at its age; returns the rest."""
-        taken, rest = _cut(block.ranges, block.nbytes - left)
-        self._blocks[key] = _Block(rest, left, block.freed_by)
-        self._blocks.move_to_end(key, last=False)
-        # Perhaps not at its place by age among its new equals, where any place is correct;
-        # the front is right for what is left of an old block.
-        self._by_size[left].appendleft(key)
-        return _Block(taken, block.nbytes - left, block.freed_by)
 
 
 def _cut(ranges: Ranges, nbytes: int) -> tuple[Ranges, Ranges]:

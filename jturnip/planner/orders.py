@@ -131,7 +131,7 @@ class _Scheduler:
 
     def order(self, score: Callable[[Growth], int]) -> tuple[TaskId, ...]:
         """All tasks, of those that could run the one with the smallest score first."""
-        followers, waits = _dependencies(self._graph)
+        followers, waits = dependencies(self._graph)
         ready = [t for t, n in enumerate(waits) if not n]
         chosen: list[TaskId] = []
         while ready:
@@ -217,7 +217,7 @@ class _Scheduler:
         return -(self._readers[b][-1] if self._readers[b] else _NEVER), b
 
 
-def _dependencies(graph: TaskGraph) -> tuple[list[list[TaskId]], list[int]]:
+def dependencies(graph: TaskGraph) -> tuple[list[list[TaskId]], list[int]]:
     """The tasks that wait for each task, and how many each waits for."""
     writer = {b: task.id for task in graph.tasks for b in task.outputs}
     readers: dict[BufferId, list[TaskId]] = {}

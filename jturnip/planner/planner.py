@@ -15,6 +15,8 @@ authors' first implementation.
 
 import heapq
 from collections import deque
+from collections.abc import Sequence
+from typing import TypeAlias
 
 from jturnip.errors import DoesNotFit
 from jturnip.graph.memgraph import (
@@ -34,17 +36,27 @@ from jturnip.planner.strategies import STRATEGIES, Strategy
 from jturnip.units import format_bytes, padded
 
 
+# Bytes per second of the link to the device, and from it.
+Rates: TypeAlias = tuple[float, float]
+
 _NEVER = 1 << 60  # the next use of a buffer that no task will read again
 _FEW = 64  # buffers are looked at for one that may leave ahead of time
 
 
-def plan(graph: TaskGraph, gpu_bytes: int, strategy: str = "turnip") -> MemGraph:
+def plan(
+    graph: TaskGraph,
+    gpu_bytes: int,
+    strategy: str = "turnip",
+    rates: Rates | None = None,
+) -> MemGraph:
     """Plans `graph` in `gpu_bytes` of device memory.
 
     Args:
       graph: what to compute; its order is the one simulated.
       gpu_bytes: size of the arena, in bytes.
       strategy: a key of `STRATEGIES`.
+      rates: of the link. With them what is freed first is what is expected to be free
+        first; without them what the simulated order frees first.
 
     Returns:
       A MemGraph. It is not verified here: `verify` shares nothing with this module.
@@ -53,7 +65,7 @@ def plan(graph: TaskGraph, gpu_bytes: int, strategy: str = "turnip") -> MemGraph
       DoesNotFit: where one task, or the arrays the caller keeps, need more.
     """
     check_budget(graph, gpu_bytes)
-    builder = _Builder(graph, gpu_bytes, STRATEGIES[strategy])
+    builder = _Builder(graph, gpu_bytes, STRATEGIES[strategy], rates)
     reserved = executed = 0
     while executed < len(graph.tasks):
         if reserved < len(graph.tasks) and builder.reserve(reserved, executed):
@@ -141,6 +153,38 @@ def _bytes_at_start(graph: TaskGraph) -> int:
     return sum(padded(b.nbytes) for b in graph.buffers if b.start is Place.DEVICE)
 
 
+class _Clock:
+    """When each op is expected to be over: as the simulator says it, without what the loop
+    costs."""
+
+    def __init__(self, graph: TaskGraph, rates: Rates | None):
+        self.ends: list[float] = []
+        self._graph = graph
+        self._rates = rates
+        # Until when compute, and the link to the device and from it, are busy.
+        self._busy = {OpKind.RUN: 0.0, OpKind.RELOAD: 0.0, OpKind.OFFLOAD: 0.0}
+
+    def add(self, kind: OpKind, deps: Sequence[Dep], of: int) -> None:
+        """The next op, of a task or of a buffer."""
+        if self._rates is None:
+            self.ends.append(float(len(self.ends)))
+            return
+        begin = 0.0
+        for dep in deps:
+            end = self.ends[dep[0]]
+            if end > begin:
+                begin = end
+        if kind is not OpKind.DROP:
+            begin = max(begin, self._busy[kind])
+            if kind is OpKind.RUN:
+                begin += self._graph.tasks[of].seconds
+            else:
+                nbytes = self._graph.buffers[of].nbytes
+                begin += nbytes / self._rates[kind is OpKind.OFFLOAD]
+            self._busy[kind] = begin
+        self.ends.append(begin)
+
+
 class _Builder:
     """The state of the simulation; lives as long as one call of `plan`.
 
@@ -148,7 +192,14 @@ class _Builder:
     which, once made, stays valid: buffers are immutable.
     """
 
-    def __init__(self, graph: TaskGraph, gpu_bytes: int, strategy: Strategy):
+    def __init__(
+        self,
+        graph: TaskGraph,
+        gpu_bytes: int,
+        strategy: Strategy,
+        rates: Rates | None = None,
+    ):
+        self._clock = _Clock(graph, rates)
         self._graph = graph
         self._strategy = strategy
         self._arena = Arena(gpu_bytes)
@@ -345,7 +396,7 @@ class _Builder:
         overwrites = tuple((writes[o], reads[i]) for o, i in task.overwrites)
         self._emit(OpKind.RUN, deps, reads, tuple(writes), task.id, workspace, overwrites)
         self._runs.append(op)
-        self._arena.free(workspace, op)
+        self._arena.free(workspace, op, self._clock.ends[op])
         overwritten = task.overwritten
         for b in task.inputs:
             self._uses[b].pop()
@@ -407,7 +458,7 @@ class _Builder:
             waits[self._writer[instance]] = None
         deps = [Dep(w, DepKind.MEMORY, why) for w in waits]
         op = self._emit(OpKind.DROP, deps, (instance,), ())
-        self._arena.free(self._instances[instance].ranges, op)
+        self._arena.free(self._instances[instance].ranges, op, self._clock.ends[op])
 
     def _order_deps(self, position: int) -> list[Dep]:
         """What a layered strategy makes a transfer for task `position` wait for."""
@@ -440,6 +491,8 @@ class _Builder:
             distinct = {d[0]: d for d in reversed(deps)}
             deps = [distinct[o] for o in sorted(distinct)]
         kept = tuple(deps)
+        moved = 0 if kind is OpKind.RUN else self._instances[reads[0]].buffer
+        self._clock.add(kind, kept, task if task is not None else moved)
         self._ops.append(Op(op, kind, task, reads, writes, workspace, kept, overwrites))
         if kind is not OpKind.DROP:
             for i in reads:

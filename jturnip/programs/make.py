@@ -264,7 +264,15 @@ def remeasured(program: Program, gpu_bytes: int, how: How) -> Program | None:
         return None
     assert how.trials is not None
     budget = Budget(gpu_bytes)
-    return planning.planned(planning.measure(program.split, how.trials), budget, how)
+    split = planning.measure(program.split, how.trials)
+    return searched(planning.planned(split, budget, how), budget, how)
+
+
+def searched(program: Program, budget: Budget, how: How) -> Program:
+    """The same with its tasks in a better order, if a search finds one."""
+    if isinstance(program, Straight):
+        return planning.searched(program, budget, how)
+    return program
 
 
 def _cut_along_axes(

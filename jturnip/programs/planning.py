@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import gc
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from jturnip import placement
@@ -13,39 +13,29 @@ from jturnip.compiler.executables import Executable, Trials
 from jturnip.errors import HostMemoryError
 from jturnip.frontend import hints
 from jturnip.frontend.values import Equation
-from jturnip.graph.memgraph import MemGraph
 from jturnip.graph.plan import Plan
-from jturnip.graph.report import RunReport
 from jturnip.graph.taskgraph import Task, TaskGraph
 from jturnip.placement import Budget, Whose
-from jturnip.planner import figures, orders, recomputing
-from jturnip.planner.bound import busy_seconds, least_seconds
-from jturnip.planner.planner import plan as make_memgraph, smallest_budget
+from jturnip.planner import figures, orders
+from jturnip.planner.bound import least_seconds
+from jturnip.planner.planner import smallest_budget
 from jturnip.planner.verify import verify
 from jturnip.programs.calibration import calibrate
 from jturnip.programs.devices import link_of
+from jturnip.programs.fastest import (
+    MANY_TO_REORDER,
+    PROMISING,
+    Found,
+    fastest,
+    host_peak_bytes,
+    simulated,
+)
 from jturnip.programs.places import argument_bytes
 from jturnip.programs.records import How, Split, Straight
+from jturnip.programs.searching import better_order
 from jturnip.runtime.link import SimulatedLink
-from jturnip.runtime.schedule import Link, Schedule, schedule
-from jturnip.runtime.simulated import simulate
+from jturnip.runtime.schedule import Link, Schedule
 from jturnip.units import format_bytes, padded
-
-
-# What `auto` plans and simulates, in the order of the program and in others. Planning many
-# tasks takes seconds: beyond some number only in the program's order, and then only the
-# paper's strategy.
-_PROMISING = ("turnip", "ahead", "layerwise", "fixed_order")
-_PROMISING_REORDERED = ("turnip", "ahead")
-_MANY_TASKS = 20_000
-_MANY_TO_REORDER = 5_000
-# What is computed again changes what is moved: so often that is looked at.
-_ROUNDS = 3
-
-# The paper's free order adapts to what really happens, which no prediction knows: another
-# strategy or order, or to compute some again, must be predicted to take less than this
-# share of the time of the best plan so far.
-_CLEARLY = 0.97
 
 
 def measure(candidate: Split, trials: Trials) -> Split:
@@ -89,7 +79,7 @@ def planned(split: Split, budget: Budget, how: How) -> Straight:
         # There is a plan if there is one by the first strategy that `auto` tries, but for
         # the host: it may hold what another plan moves.
         with contextlib.suppress(HostMemoryError):
-            return planned(split, budget, dataclasses.replace(how, strategy=_PROMISING[0]))
+            return planned(split, budget, dataclasses.replace(how, strategy=PROMISING[0]))
     strategy = how.strategy
     if strategy == "auto":
         split = in_program_order(split)
@@ -98,6 +88,29 @@ def planned(split: Split, budget: Budget, how: How) -> Straight:
     )
     plan = dataclasses.replace(plan, measured=how.trials is not None)
     return Straight(in_order(split, tasks), plan, ready)
+
+
+def searched(made: Straight, budget: Budget, how: How) -> Straight:
+    """The same in a better order, if a search finds one (`searching.py`)."""
+    split, before = made.split, made.plan
+    if how.strategy != "auto" or how.any_plan or how.finest:
+        return made
+    if len(split.graph.tasks) > MANY_TO_REORDER:
+        return made
+    device = split.arguments.device
+    link = link_of(device, how.link)
+    arena = placement.arena_bytes(budget.room, device.platform)
+    host_bytes = _host_room(split)[0] if how.accelerator is None else math.inf
+    with _without_cycle_collection():
+        allowed = lambda found: host_peak_bytes(found) <= host_bytes
+        found = better_order(split.graph, arena, before.strategy, link, allowed)
+        if found is None:
+            return made
+        plan = _plan_of(found, budget.room, link, device.platform)
+    plan = dataclasses.replace(
+        plan, measured=before.measured, repeated_tasks=before.repeated_tasks
+    )
+    return Straight(in_order(split, found.tasks), plan, found.schedule)
 
 
 def make_plan(
@@ -126,139 +139,23 @@ def make_plan(
             may_repeat = _may_repeat(candidate)
             found = fastest(candidate.graph, arena, link, may_repeat, host_bytes)
         else:
-            found = _simulated(candidate.graph, arena, strategy, link)
-        peak = verify(found.graph, found.memgraph)
-        plan = _figures(found, gpu_bytes, peak, link)
+            found = simulated(candidate.graph, arena, strategy, link)
+        plan = _plan_of(found, gpu_bytes, link, device.platform)
     if plan.host_bytes > host_bytes:
         raise HostMemoryError(
             f"what must leave the device takes {format_bytes(plan.host_bytes)} of host"
             f" memory; {why}. Raise gpu_bytes above {format_bytes(plan.gpu_bytes)}, or free"
             " host memory."
         )
-    others = _OtherBudgets(found.graph, found.run.strategy, link, device.platform)
-    return found.tasks, dataclasses.replace(plan, others=others), found.schedule
+    return found.tasks, plan, found.schedule
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A plan by one strategy in one order, and its run as the simulator predicts it."""
-
-    # Tasks of the graph as it was given, in the order in which they run, some perhaps
-    # again; the name of that order; and the graph in it.
-    tasks: Sequence[int]
-    order: str
-    graph: TaskGraph
-    memgraph: MemGraph
-    schedule: Schedule
-    run: RunReport
-
-
-def fastest(
-    graph: TaskGraph,
-    arena: int,
-    link: Link,
-    may_repeat: Collection[int] = (),
-    host_bytes: float = math.inf,
-) -> Found:
-    """The plan of those that are promising which the simulator finds fastest.
-
-    Args:
-      graph: what is to be computed.
-      arena: device bytes.
-      link: what the transfer engines are expected to do.
-      may_repeat: tasks that give the same again, and have no effects: they may run twice
-        rather than have their results moved.
-      host_bytes: what may leave the device at once; where no plan keeps to that, the first
-        is returned.
-    """
-    rates = link.h2d_bytes_per_second, link.d2h_bytes_per_second
-    # What plans that run each task once take at least, and all plans.
-    once, least = least_seconds(graph, arena, *rates), busy_seconds(graph, *rates)
-    host_peak = lambda found: figures.host_peak_bytes(found.graph, found.memgraph)
-    held = lambda found: host_peak(found) <= host_bytes
-    first: Found | None = None
-    best: Found | None = None
-    for tasks, order, strategy in _promising(graph, arena):
-        found = _simulated(graph, arena, strategy, link, tasks, order)
-        first = first or found
-        if not held(found):
-            continue
-        if best is None or found.run.seconds < _CLEARLY * best.run.seconds:
-            best = found
-        if _CLEARLY * best.run.seconds <= once:
-            break  # nothing that runs each task once could be clearly faster
-    if best is not None and _CLEARLY * best.run.seconds <= least:
-        return best
-    before = best or first
-    assert before is not None
-    if len(graph.tasks) <= _MANY_TO_REORDER:
-        again = _computing_again(graph, before, arena, link, may_repeat, held)
-        if best is None or again.run.seconds < _CLEARLY * best.run.seconds:
-            return again
-    return before
-
-
-def _promising(graph: TaskGraph, arena: int) -> Iterator[tuple[Sequence[int], str, str]]:
-    """Orders of the tasks, each with its name and a strategy to try in it."""
-    program = tuple(range(len(graph.tasks)))
-    for strategy in _PROMISING if len(graph.tasks) <= _MANY_TASKS else _PROMISING[:1]:
-        yield program, "", strategy
-    if len(graph.tasks) > _MANY_TO_REORDER:
-        return
-    known = [program]
-    for name in orders.ORDERS:
-        tasks = orders.order(graph, arena, name)
-        if tasks not in known:
-            known.append(tasks)
-            for strategy in _PROMISING_REORDERED:
-                yield tasks, name, strategy
-
-
-def _computing_again(
-    graph: TaskGraph,
-    found: Found,
-    arena: int,
-    link: Link,
-    may_repeat: Collection[int],
-    held: Callable[[Found], bool],
-) -> Found:
-    """A plan in which some tasks run again: where that is faster, or where only then the
-    host can hold what is moved. Their operands live longer, and may have to be moved now:
-    so what was found is looked at again."""
-    rates = recomputing.Rates(link.h2d_bytes_per_second, link.d2h_bytes_per_second)
-    # Where the host does not hold what is moved now, any saving may do.
-    least = (1 - _CLEARLY) * found.run.seconds if held(found) else 0.0
-    for _ in range(_ROUNDS):
-        before = found
-        may = {at for at, t in enumerate(before.tasks) if t in may_repeat}
-        graphs = before.graph, before.memgraph
-        for longer in recomputing.repeating(*graphs, before.tasks, rates, may, least):
-            tasks = tuple(before.tasks[t] for t in longer)
-            strategy, order = before.run.strategy, before.order
-            made = _simulated(graph, arena, strategy, link, tasks, order)
-            is_faster = made.run.seconds < found.run.seconds
-            if held(made) and (is_faster or not held(found)):
-                found = made
-        if found is before:
-            break
-    return found
-
-
-def _simulated(
-    graph: TaskGraph,
-    arena: int,
-    strategy: str,
-    link: Link,
-    tasks: Sequence[int] | None = None,
-    order: str = "",
-) -> Found:
-    """A plan by one strategy; in the order in which tasks stand, if not in another."""
-    tasks = range(len(graph.tasks)) if tasks is None else tasks
-    graph = orders.reordered(graph, tasks)
-    memgraph = make_memgraph(graph, arena, strategy)
-    ready = schedule(graph, memgraph, link)
-    run = simulate(ready, strategy, link)
-    return Found(tasks, order, graph, memgraph, ready, run)
+def _plan_of(found: Found, gpu_bytes: int, link: Link, platform: str) -> Plan:
+    """What was found, verified."""
+    peak = verify(found.graph, found.memgraph)
+    plan = _figures(found, gpu_bytes, peak, link)
+    others = _OtherBudgets(found.graph, found.run.strategy, link, platform)
+    return dataclasses.replace(plan, others=others)
 
 
 def _may_repeat(split: Split) -> frozenset[int]:
@@ -322,7 +219,7 @@ class _OtherBudgets:
     def seconds_in(self, gpu_bytes: int) -> float:
         arena = placement.arena_bytes(gpu_bytes, self.platform)
         with _without_cycle_collection():
-            found = _simulated(self.graph, arena, self.strategy, self.link)
+            found = simulated(self.graph, arena, self.strategy, self.link)
             return found.run.seconds
 
 
@@ -338,7 +235,7 @@ def _figures(found: Found, gpu_bytes: int, peak_bytes: int, link: Link) -> Plan:
         peak_bytes=peak_bytes,
         h2d_bytes=h2d,
         d2h_bytes=d2h,
-        host_bytes=figures.host_peak_bytes(graph, memgraph),
+        host_bytes=host_peak_bytes(found),
         predicted_seconds=run.seconds,
         predicted_run=run,
         lower_bound_seconds=bound,

@@ -27,7 +27,7 @@ from jturnip.programs import bounds, places
 from jturnip.programs.bounds import least_whole_bytes, whole_bytes
 from jturnip.programs.devices import link_of, rates
 from jturnip.programs.keeping import keeping
-from jturnip.programs.make import make_program, or_in_blocks, remeasured
+from jturnip.programs.make import make_program, or_in_blocks, remeasured, searched
 from jturnip.programs.records import Chain, How, Program, Straight
 from jturnip.programs.refusals import explained, refusal_of_budget, refusal_that_is_true
 from jturnip.programs.smallest import smallest
@@ -342,7 +342,7 @@ class Lowered:
         if used is not None:
             how = dataclasses.replace(how, executables=used)
         try:
-            return self._made(how)
+            return searched(self._made(how), Budget(self.gpu_bytes), how)
         except DoesNotFit as refusal:
             # Who is refused asks for more, and needs most of them again.
             self._of_refusal = how.executables

@@ -1,0 +1,157 @@
+"""The fastest plan of some tasks, of those that are promising, as the simulator says."""
+
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from jturnip.graph.memgraph import MemGraph
+from jturnip.graph.report import RunReport
+from jturnip.graph.taskgraph import TaskGraph
+from jturnip.planner import figures, orders, recomputing
+from jturnip.planner.bound import busy_seconds, least_seconds
+from jturnip.planner.planner import plan as make_memgraph
+from jturnip.runtime.schedule import Link, Schedule, schedule
+from jturnip.runtime.simulated import simulate
+
+
+# What `auto` plans and simulates, in the order of the program and in others. Planning many
+# tasks takes seconds: beyond some number only in the program's order, and then only the
+# paper's strategy.
+PROMISING = ("turnip", "ahead", "layerwise", "fixed_order")
+_PROMISING_REORDERED = ("turnip", "ahead")
+_MANY_TASKS = 20_000
+MANY_TO_REORDER = 5_000
+# What is computed again changes what is moved: so often that is looked at.
+_ROUNDS = 3
+
+# The paper's free order adapts to what really happens, which no prediction knows: another
+# strategy or order, or to compute some again, must be predicted to take less than this
+# share of the time of the best plan so far.
+CLEARLY = 0.97
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A plan by one strategy in one order, and its run as the simulator predicts it."""
+
+    # Tasks of the graph as it was given, in the order in which they run, some perhaps
+    # again; the name of that order; and the graph in it.
+    tasks: Sequence[int]
+    order: str
+    graph: TaskGraph
+    memgraph: MemGraph
+    schedule: Schedule
+    run: RunReport
+
+
+def fastest(
+    graph: TaskGraph,
+    arena: int,
+    link: Link,
+    may_repeat: Collection[int] = (),
+    host_bytes: float = math.inf,
+) -> Found:
+    """The plan of those that are promising which the simulator finds fastest.
+
+    Args:
+      graph: what is to be computed.
+      arena: device bytes.
+      link: what the transfer engines are expected to do.
+      may_repeat: tasks that give the same again, and have no effects: they may run twice
+        rather than have their results moved.
+      host_bytes: what may leave the device at once; where no plan keeps to that, the first
+        is returned.
+    """
+    rates = link.h2d_bytes_per_second, link.d2h_bytes_per_second
+    # What plans that run each task once take at least, and all plans.
+    once, least = least_seconds(graph, arena, *rates), busy_seconds(graph, *rates)
+    held = lambda found: host_peak_bytes(found) <= host_bytes
+    first: Found | None = None
+    best: Found | None = None
+    for tasks, order, strategy in _promising(graph, arena):
+        found = simulated(graph, arena, strategy, link, tasks, order)
+        first = first or found
+        if not held(found):
+            continue
+        if best is None or found.run.seconds < CLEARLY * best.run.seconds:
+            best = found
+        if CLEARLY * best.run.seconds <= once:
+            break  # nothing that runs each task once could be clearly faster
+    if best is not None and CLEARLY * best.run.seconds <= least:
+        return best
+    before = best or first
+    assert before is not None
+    if len(graph.tasks) <= MANY_TO_REORDER:
+        again = _computing_again(graph, before, arena, link, may_repeat, held)
+        if best is None or again.run.seconds < CLEARLY * best.run.seconds:
+            return again
+    return before
+
+
+def _promising(graph: TaskGraph, arena: int) -> Iterator[tuple[Sequence[int], str, str]]:
+    """Orders of the tasks, each with its name and a strategy to try in it."""
+    program = tuple(range(len(graph.tasks)))
+    for strategy in PROMISING if len(graph.tasks) <= _MANY_TASKS else PROMISING[:1]:
+        yield program, "", strategy
+    if len(graph.tasks) > MANY_TO_REORDER:
+        return
+    known = [program]
+    for name in orders.ORDERS:
+        tasks = orders.order(graph, arena, name)
+        if tasks not in known:
+            known.append(tasks)
+            for strategy in _PROMISING_REORDERED:
+                yield tasks, name, strategy
+
+
+def _computing_again(
+    graph: TaskGraph,
+    found: Found,
+    arena: int,
+    link: Link,
+    may_repeat: Collection[int],
+    held: Callable[[Found], bool],
+) -> Found:
+    """A plan in which some tasks run again: where that is faster, or where only then the
+    host can hold what is moved. Their operands live longer, and may have to be moved now:
+    so what was found is looked at again."""
+    rates = recomputing.Rates(link.h2d_bytes_per_second, link.d2h_bytes_per_second)
+    # Where the host does not hold what is moved now, any saving may do.
+    least = (1 - CLEARLY) * found.run.seconds if held(found) else 0.0
+    for _ in range(_ROUNDS):
+        before = found
+        may = {at for at, t in enumerate(before.tasks) if t in may_repeat}
+        graphs = before.graph, before.memgraph
+        for longer in recomputing.repeating(*graphs, before.tasks, rates, may, least):
+            tasks = tuple(before.tasks[t] for t in longer)
+            strategy, order = before.run.strategy, before.order
+            made = simulated(graph, arena, strategy, link, tasks, order)
+            is_faster = made.run.seconds < found.run.seconds
+            if held(made) and (is_faster or not held(found)):
+                found = made
+        if found is before:
+            break
+    return found
+
+
+def simulated(
+    graph: TaskGraph,
+    arena: int,
+    strategy: str,
+    link: Link,
+    tasks: Sequence[int] | None = None,
+    order: str = "",
+) -> Found:
+    """A plan by one strategy; in the order in which tasks stand, if not in another."""
+    tasks = range(len(graph.tasks)) if tasks is None else tasks
+    graph = orders.reordered(graph, tasks)
+    rates = link.h2d_bytes_per_second, link.d2h_bytes_per_second
+    memgraph = make_memgraph(graph, arena, strategy, rates)
+    ready = schedule(graph, memgraph, link)
+    run = simulate(ready, strategy, link)
+    return Found(tasks, order, graph, memgraph, ready, run)
+
+
+def host_peak_bytes(found: Found) -> int:
+    """Bytes of host memory that hold what left the device, at most at once."""
+    return figures.host_peak_bytes(found.graph, found.memgraph)

@@ -212,7 +212,8 @@ class _Builder:
         # The op that wrote an instance (absent: there at the start), and its readers.
         self._writer: dict[InstanceId, OpId] = {}
         self._readers: dict[InstanceId, list[OpId]] = {}
-        # Slots of outputs that the allocation horizon has passed and no run has written.
+        # Slots of outputs that the allocation horizon has passed and no run has written;
+        # empty where they get their bytes when the run is emitted.
         self._reserved: dict[BufferId, tuple[Ranges, tuple[OpId, ...]]] = {}
         # Positions that still read each buffer, the next one last.
         self._uses: list[list[int]] = [[] for _ in graph.buffers]
@@ -223,6 +224,9 @@ class _Builder:
         # Workspace that the reserved, unexecuted tasks will want: (position, bytes), the
         # largest first, so that a window's maximum is at the front.
         self._workspaces: deque[tuple[int, int]] = deque()
+        # Where outputs get their bytes late: what is in use while each of these tasks runs,
+        # and after it.
+        self._in_use: deque[tuple[int, int]] = deque()
         # Victims, best first, as (key, buffer); stale entries are skipped.
         self._victims: list[tuple[tuple[bool, int], BufferId]] = []
         # What is smaller than this leaves last: it frees next to nothing.
@@ -287,12 +291,16 @@ class _Builder:
         """Reserves what task `position` needs if nothing must leave for it."""
         if position > executed and not self._may_look_ahead(position, executed):
             return False
+        if self._short_of(position, executed) > 0:
+            return False
         task = self._graph.tasks[position]
         reloads, nbytes = self._missing(task)
-        if nbytes + self._workspace_after(position, executed) > self._arena.free_bytes:
-            return False
         for b in reloads:
             self._reload(b, position)
+        if self._strategy.late:
+            self._reserved.update((b, ((), ())) for b in task.outputs)
+            self._will_be_used(task, sum(self._sizes[b] for b in reloads), nbytes)
+            return True
         for b in task.new:
             self._reserved[b] = self._arena.take(self._sizes[b])
         if task.overwrites:  # these have the slots of inputs
@@ -302,6 +310,48 @@ class _Builder:
             self._workspaces.pop()
         self._workspaces.append((position, workspace))
         return True
+
+    def _short_of(self, position: int, executed: int) -> int:
+        """Bytes that must leave before task `position` can be reserved, if any."""
+        task = self._graph.tasks[position]
+        reloads, nbytes = self._missing(task)
+        if not self._strategy.late:
+            nbytes += self._workspace_after(position, executed)
+            return nbytes - self._arena.free_bytes
+        most = self._used_before() + nbytes + padded(task.workspace)
+        if self._in_use:  # what is reloaded is there while these run
+            arriving = sum(self._sizes[b] for b in reloads)
+            most = max(most, arriving + max(n for n, _ in self._in_use))
+        return most - self._arena.nbytes
+
+    def _used_before(self) -> int:
+        """Bytes in use before the next task that is reserved."""
+        if self._in_use:
+            return self._in_use[-1][1]
+        return self._arena.nbytes - self._arena.free_bytes
+
+    def _will_be_used(self, task: Task, arriving: int, nbytes: int) -> None:
+        """Notes what a task that is reserved adds to what is in use: what it reloads at
+        once, and all that it takes while it runs."""
+        used = self._used_before() + nbytes
+        self._in_use_later(arriving)
+        wanted = lambda b: b in self._outputs and not self._graph.buffers[b].end_on_host
+        last_read = (
+            b
+            for b in dict.fromkeys(task.inputs)
+            if self._uses[b][0] == task.id and b not in task.overwritten
+        )
+        never_read = (b for b in task.outputs if not self._uses[b])
+        freed = sum(
+            self._sizes[b]
+            for b in (*last_read, *never_read)
+            if not self._graph.buffers[b].pinned and not wanted(b)
+        )
+        self._in_use.append((used + padded(task.workspace), used - freed))
+
+    def _in_use_later(self, more: int) -> None:
+        if more:
+            self._in_use = deque((n + more, after + more) for n, after in self._in_use)
 
     def _may_look_ahead(self, position: int, executed: int) -> bool:
         return self._layers is None or self._layers[position] <= self._layers[executed] + 1
@@ -347,12 +397,11 @@ class _Builder:
         if not self._may_look_ahead(position, executed):
             return False
         keep = frozenset(b for task in tasks[executed : position + 1] for b in task.inputs)
-        _, nbytes = self._missing(tasks[position])
-        nbytes += self._workspace_after(position, executed)
+        short = self._short_of(position, executed)
         popped: list[tuple[tuple[bool, int], BufferId]] = []
         chosen: dict[BufferId, None] = {}
-        freed = self._arena.free_bytes
-        while freed < nbytes and self._victims and len(popped) < _FEW:
+        freed = 0
+        while freed < short and self._victims and len(popped) < _FEW:
             entry = heapq.heappop(self._victims)
             if self._is_stale(entry):
                 continue
@@ -363,10 +412,11 @@ class _Builder:
                 freed += self._sizes[b]
         for entry in popped:
             heapq.heappush(self._victims, entry)
-        if freed < nbytes:
+        if freed < short:
             return False
         for b in chosen:
             self._evict(b, position)
+        self._in_use_later(-freed)
         return True
 
     # -- the execution horizon ---------------------------------------------------------
@@ -382,11 +432,16 @@ class _Builder:
         ]
         reads = tuple(self._device[b] for b in task.inputs)
         over = dict(task.overwrites)
+        late = self._strategy.late
+        if late:
+            self._in_use.popleft()
         writes = []
         for o, b in enumerate(task.outputs):
             ranges, freers = self._reserved.pop(b)
             if o in over:
                 ranges, freers = self._given_up(task.inputs[over[o]])
+            elif late:
+                ranges, freers = self._arena.take(self._sizes[b])
             deps += self._memory_deps(freers, "writes", b)
             writes.append(self._add_instance(b, ranges, on_host=False))
         workspace, freers = self._arena.take(padded(task.workspace))

@@ -17,8 +17,8 @@ from jturnip.runtime.simulated import simulate
 # What `auto` plans and simulates, in the order of the program and in others. Planning many
 # tasks takes seconds: beyond some number only in the program's order, and then only the
 # paper's strategy.
-PROMISING = ("turnip", "ahead", "layerwise", "fixed_order")
-_PROMISING_REORDERED = ("turnip", "ahead")
+PROMISING = ("ours", "ahead", "layerwise", "turnip", "fixed_order")
+_PROMISING_REORDERED = ("ours", "ahead")
 _MANY_TASKS = 20_000
 MANY_TO_REORDER = 5_000
 # What is computed again changes what is moved: so often that is looked at.

@@ -13,16 +13,18 @@ from collections.abc import Callable, Sequence
 from jturnip.graph.taskgraph import TaskGraph
 from jturnip.planner import orders
 from jturnip.planner.bound import least_seconds
-from jturnip.programs.fastest import CLEARLY, Found, simulated
+from jturnip.programs.fastest import Found, simulated
 from jturnip.runtime.schedule import Link
 
 
 # As many changes are tried as take about so many times what a call is predicted to take, by
 # what it takes to plan and simulate one task (a guess); none where these are too few, and
 # no more than are of use.
-_CALLS = 5
+_CALLS = 3
 _SECONDS_A_TASK = 80e-6
 _FEWEST, _MOST = 5, 200
+# What is found must take less than this share of the time before.
+_WORTH = 0.99
 
 
 def better_order(
@@ -55,7 +57,7 @@ def better_order(
         for task in graph.tasks
     ]
     for t in at_random.choices(range(len(graph.tasks)), weights, k=tries):
-        if CLEARLY * best.run.seconds <= least:
+        if _WORTH * best.run.seconds <= least:
             break
         tasks = places.moved(best.tasks, t, at_random)
         if tasks is None:
@@ -63,7 +65,7 @@ def better_order(
         found = simulated(graph, arena, strategy, link, tasks, "search")
         if found.run.seconds <= best.run.seconds and allowed(found):
             best = found
-    return best if best.run.seconds < CLEARLY * begin.run.seconds else None
+    return best if best.run.seconds < _WORTH * begin.run.seconds else None
 
 
 class _Places:

@@ -20,6 +20,7 @@ IN_WORDS = {
     "": "",
     "reuse": " Its tasks run in an order of their own: what is on the device is read as"
     " often as possible before anything else comes.",
+    "search": " Its tasks run in an order of their own, which a search found to be faster.",
     "lean": " Its tasks run in an order of their own: what needs the fewest bytes more goes"
     " first.",
 }

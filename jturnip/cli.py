@@ -155,7 +155,7 @@ def _budget(said: str) -> str | float:
         share = float(said)
     except ValueError:
         return said
-    return share if share <= 1 else said
+    return share if "." in said or share <= 1 else said
 
 
 def _listed(said: str) -> list[str]:
@@ -196,6 +196,9 @@ def _named(name: str) -> Any:
     module, colon, attribute = name.partition(":")
     if not colon or not attribute:
         raise UsageError(f"{name!r} does not name anything: write module:name")
+    if module.endswith(".py"):
+        better = module.removesuffix(".py").replace("/", ".")
+        raise UsageError(f"{module!r} is a file: name the module, {better}:{attribute}")
     found = importlib.import_module(module)
     for part in attribute.split("."):
         if not hasattr(found, part):

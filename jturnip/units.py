@@ -48,6 +48,11 @@ def parse_bytes(size: int | float | str) -> int:
         raise BudgetError(f"{asked} but a {type(size).__name__}. {what_is}")
     else:
         value = float(size) if not isinstance(size, numbers.Integral) else int(size)
+        if math.isfinite(value) and 0 < value != int(value):
+            raise BudgetError(
+                f"{asked}: there are no parts of a byte. {what_is} A share of what jax.jit"
+                " needs is int(share * jturnip.peak_bytes(fn, *args))."
+            )
     if not math.isfinite(value) or value < 1:
         raise BudgetError(f"{asked}: it must be finite and at least one byte. {what_is}")
     return int(value)

@@ -91,6 +91,31 @@ def test_a_wrong_answer_is_seen(arguments: Any):
     assert "THE ANSWERS DIFFER" in str(found)
 
 
+def test_what_makes_much_of_rounding_may_differ_by_more():
+    """Its answers are as far apart as those of arguments that are rounded otherwise; one
+    that is wrong is still seen."""
+    random = np.random.default_rng(0)
+    weights, x = random.normal(size=(2, 96, 96)).astype(np.float32)
+
+    def fn(weights: Any, x: Any) -> Any:
+        balanced = jnp.sum(weights @ x, axis=0) - jnp.sum(weights, axis=0) @ x
+        return weights[0] - 1e-2 * balanced / (jnp.abs(balanced) + 1e-20)
+
+    def otherwise(weights: Any, x: Any) -> Any:
+        added = lambda a: jnp.sum(a[::-1], axis=0)
+        balanced = added(weights @ x) - added(weights) @ x
+        return weights[0] - 1e-2 * balanced / (jnp.abs(balanced) + 1e-20)
+
+    ways = {"otherwise": otherwise, "wrong": lambda weights, x: fn(weights, x) * 1.05}
+    found = jturnip.compare(fn, weights, x, gpu_bytes=1.0, baselines=ways, rounds=1)
+    rows = {row.name: row for row in found.rows}
+    assert rows["otherwise"].ulps is not None
+    assert rows["otherwise"].ulps > 1024
+    assert rows["otherwise"].agrees
+    assert rows["wrong"].agrees is False
+    assert f"of {rows['wrong'].most_ulps:.0f} ulps" in str(found)
+
+
 @pytest.mark.parametrize(
     ("found", "expected", "apart"),
     [
@@ -106,6 +131,12 @@ def test_a_wrong_answer_is_seen(arguments: Any):
 def test_how_far_answers_are_apart(found: Any, expected: Any, apart: float):
     as_array = lambda values: np.asarray(values, np.float32)
     assert distance(as_array(found), as_array(expected)) == apart
+
+
+def test_narrow_numbers_may_differ_by_fewer_units():
+    one = jnp.ones(3, jnp.bfloat16)
+    assert distance(one * 1.0625, one) <= 1024
+    assert distance(one * 1.25, one) > 1024
 
 
 def test_integers_are_the_same_or_not():

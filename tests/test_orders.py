@@ -87,7 +87,7 @@ def test_what_is_written_over_frees_nothing():
 
 
 def test_there_is_a_word_for_every_order():
-    assert {"", *ORDERS} == set(explain.IN_WORDS)
+    assert {"", "search", *ORDERS} == set(explain.IN_WORDS)
 
 
 def test_the_fastest_order_is_taken_and_the_programs_own_where_it_is_as_good():

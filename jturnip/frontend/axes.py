@@ -25,7 +25,8 @@ from jturnip.frontend.values import Equation, FlatJaxpr, is_key
 _UNRULED = frozenset("pure_callback ffi_call custom_call".split())
 # They may read and write keys.
 _OF_KEYS = byhand.OF_KEYS.union(
-    "scan random_bits slice squeeze reshape transpose broadcast_in_dim select_n".split()
+    "scan random_bits slice squeeze unstack reshape transpose broadcast_in_dim"
+    " select_n".split()
 )
 
 

@@ -181,6 +181,10 @@ def name_of(e: Equation) -> str:
     return f"{name.removeprefix(parts.IN_BLOCKS)} in blocks"
 
 
+# How a sentence on what was cut begins.
+CUT = "In parts along its axes"
+
+
 def in_the_way(flat: FlatJaxpr, arena: int) -> str:
     """A sentence on the equation that is not done in less than there is, or "": one that
     has no axis, else the largest."""
@@ -197,7 +201,7 @@ def in_the_way(flat: FlatJaxpr, arena: int) -> str:
         needed = format_bytes(large[i])
         return f"{said} needs {needed}, and has no axis along which to do it in parts."
     lengths = ", ".join(map(str, _lengths(flat, e, axes[i])))
-    return f"In parts along its axes (of {lengths}) {said} needs too much as well."
+    return f"{CUT} (of {lengths}) {said} needs too much as well."
 
 
 def _lengths(flat: FlatJaxpr, e: Equation, rule: Rule | None) -> list[int]:

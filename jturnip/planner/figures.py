@@ -1,8 +1,10 @@
 """Figures of a plan that follow from its MemGraph alone."""
 
 import itertools
+from collections.abc import Iterator
 
 from jturnip.graph.memgraph import MemGraph, OpKind
+from jturnip.graph.plan import Plan
 from jturnip.graph.taskgraph import TaskGraph
 
 
@@ -42,6 +44,23 @@ def moved_bytes(graph: TaskGraph, memgraph: MemGraph) -> tuple[int, int]:
         if op.kind in moved:
             moved[op.kind] += graph.buffers[memgraph.instances[op.reads[0]].buffer].nbytes
     return moved[OpKind.RELOAD], moved[OpKind.OFFLOAD]
+
+
+def most_bytes(plan: Plan) -> int:
+    """The most a plan, or one in pieces, has in use in any order of its ops.
+
+    That can be more than in the planned order.
+    """
+    more = (reach_bytes(p.memgraph) - p.peak_bytes for p in _of_tasks(plan))
+    return max(plan.peak_bytes, min(plan.gpu_bytes, plan.peak_bytes + max(more, default=0)))
+
+
+def _of_tasks(plan: Plan) -> Iterator[Plan]:
+    """The plans of tasks in a plan, however deep."""
+    if not plan.pieces:
+        yield plan
+    for piece in plan.pieces:
+        yield from _of_tasks(piece)
 
 
 def reach_bytes(memgraph: MemGraph) -> int:

@@ -19,7 +19,7 @@ from jturnip.planner.planner import smallest_budget
 from jturnip.programs.chains import together
 from jturnip.programs.places import argument_bytes
 from jturnip.programs.planning import planned
-from jturnip.programs.records import Chain, How, Program, Split, Straight, straight_parts
+from jturnip.programs.records import Chain, How, Program, Split, Straight
 from jturnip.programs.splitting import same_each_time, with_resident
 from jturnip.units import padded
 
@@ -114,16 +114,7 @@ def _fixed_bytes(program: Straight | Chain) -> int:
     if isinstance(program, Straight):
         return 0
     left = [s for s in program.stages if not isinstance(s.program, Straight)]
-    return max((_most_bytes(s.program) + s.waiting for s in left), default=0)
-
-
-def _most_bytes(program: Program) -> int:
-    """What a program may take on the device at most, in whatever order its tasks run: that
-    can be more than in the planned order."""
-    plans = [part.plan for part in straight_parts(program)]
-    more = (figures.reach_bytes(p.memgraph) - p.peak_bytes for p in plans)
-    peak, room = program.plan.peak_bytes, program.plan.gpu_bytes
-    return max(peak, min(room, peak + max(more, default=0)))
+    return max((figures.most_bytes(s.program.plan) + s.waiting for s in left), default=0)
 
 
 def _bytes_at_end(program: Straight | Chain) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from jturnip import placement
 from jturnip.compat import Device
 from jturnip.errors import DoesNotFit, HostMemoryError
-from jturnip.frontend.blocks import in_the_way
+from jturnip.frontend.blocks import CUT, in_the_way
 from jturnip.frontend.values import FlatJaxpr
 from jturnip.programs.records import How, Program
 from jturnip.units import format_bytes
@@ -82,6 +82,8 @@ def explained(refusal: DoesNotFit, flat: FlatJaxpr | None, device: Device) -> Do
     if not reason:
         return refusal
     message = str(refusal).replace(". Raise gpu_bytes", f". {reason} Raise gpu_bytes", 1)
+    if CUT in reason:
+        message += " Less may do, cut otherwise: lowered.minimum_gpu_bytes looks for that."
     return DoesNotFit(
         message, needed_bytes=refusal.needed_bytes, gpu_bytes=refusal.gpu_bytes
     )

@@ -15,6 +15,7 @@ from jturnip.graph.plan import Plan
 from jturnip.graph.report import RunReport
 from jturnip.memory import device_bytes
 from jturnip.placement import Wanted
+from jturnip.planner import figures
 from jturnip.runners.failures import let_go
 from jturnip.runners.pieces import ChainRunner, HeldByStages, Outermost
 from jturnip.runners.tasks import Held, Rest
@@ -77,6 +78,7 @@ class ProgramRunner:
         """
         self.piece = piece
         self.plan = piece.plan
+        self._most_bytes = figures.most_bytes(self.plan)
         self._out_tree = out_tree
         self._wanted = wanted
         self._weak = tuple(weak)
@@ -166,7 +168,7 @@ class ProgramRunner:
         turn.kept.make_way(self._device, self.plan.gpu_bytes)
         arena = placement.arena_bytes(self.plan.gpu_bytes, self._device.platform)
         sources = self.piece.sources(leaves)
-        turn.kept.keep_only(sources, arena - self.plan.peak_bytes)
+        turn.kept.keep_only(sources, arena - self._most_bytes)
         held = self.piece.hold(leaves, turn.kept)
         return held, turn.kept.nbytes_beside(sources)
 
@@ -181,6 +183,7 @@ class ProgramRunner:
         if not self.piece.resident_arguments.isdisjoint(not_kept):
             self.piece = self._keeping(not_kept)
             self.plan = self.piece.plan
+            self._most_bytes = figures.most_bytes(self.plan)
         self._changed, self._not_kept = changed, not_kept
         arrays = ((i, leaves[i]) for i in self._on_host)
         self._came = {i: weakref.ref(a) for i, a in arrays if isinstance(a, jax.Array)}

@@ -87,11 +87,22 @@ def _limits(plan: Plan, run: RunReport) -> str:
     ideal = (
         "the tasks alone" if by_compute else "tasks and copies, each as early as can be,"
     )
+    stalled = run.stall_seconds
+    held_up = max(0.0, plan.predicted_seconds - compute - stalled)
+    waits = (
+        f"for {format_seconds(stalled)} no task can run: what it reads is still on its way,"
+        f" and there was no room for it earlier ({moved})"
+    )
+    beside = (
+        f"copies beside the tasks, and starting both, hold them up for"
+        f" {format_seconds(held_up)}"
+    )
+    what, why = "Memory limits it", f"{waits}; {beside}"
+    if held_up > stalled:
+        what, why = "What copies take from the tasks limits it", f"{beside}; {waits}"
     return (
-        f"Memory limits it: {ideal} would take {format_seconds(bound)}, and {predicted} are"
-        f" predicted, because for {format_seconds(run.stall_seconds)} no task can run: what"
-        " it reads is still on its way, and there was no room for it earlier"
-        f" ({moved})."
+        f"{what}: {ideal} would take {format_seconds(bound)}, and {predicted} are"
+        f" predicted, because {why}."
     )
 
 

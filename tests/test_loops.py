@@ -225,6 +225,25 @@ def test_one_executable_for_all_iterations():
     assert distinct[1] <= distinct[0] + 1
 
 
+def test_a_batch_goes_through_all_iterations_together():
+    """What no iteration mixes: parts of the channels, instead of 300 iterations of all."""
+
+    def filtered(taps, samples):
+        def step(window, sample):
+            window = jnp.concatenate([window[1:], sample[None]])
+            return window, jnp.tanh(taps @ window)
+
+        return lax.scan(step, jnp.zeros((8, samples.shape[1])), samples)[1]
+
+    normal = np.random.default_rng(0).standard_normal
+    taps, samples = normal(8).astype("float32"), normal((300, 2048)).astype("float32")
+    fn = jturnip.jit(filtered, unconstrained_peak(filtered, taps, samples) // 4)
+    tasks = fn.lower(taps, samples).plan.taskgraph.tasks
+    assert {task.name for task in tasks} == {"scan"}
+    assert len(tasks) < 64
+    assert_same(fn(taps, samples), jax.jit(filtered)(taps, samples))
+
+
 def flat_scans(fn: Callable[..., Any], *args: Any, largest: int) -> FlatJaxpr:
     device = jax.devices()[0]
     streaming = Streaming(largest, 4 * largest, rates(device))

@@ -130,6 +130,9 @@ def _add_compare(commands: Any) -> None:
     known = ", ".join(comparison.BASELINES)
     parser.add_argument("--baselines", default="", help=f"some of: {known}")
     parser.add_argument("--rounds", type=int, default=5, help="calls of each way")
+    parser.add_argument(
+        "--plot", metavar="FILE", help="draw time and bytes moved, such as to curve.png"
+    )
     parser.set_defaults(execute=_compare)
 
 
@@ -147,6 +150,8 @@ def _compare(arguments: argparse.Namespace) -> int:
     except ValueError as error:
         raise UsageError(error) from error
     print(found.to_json() if arguments.json else found)
+    if arguments.plot:
+        found.plot().savefig(arguments.plot, bbox_inches="tight")
     return 0 if found.agrees else 1
 
 

@@ -267,6 +267,15 @@ def test_plan_says_what_limits_a_function(
     assert "limits it" in plain["explained"]
 
 
+def test_compare_draws(users_module: str, tmp_path: pathlib.Path):
+    pytest.importorskip("matplotlib").use("Agg")
+    named = [f"{users_module}:wrapped", "--args", f"{users_module}:arguments"]
+    curve = tmp_path / "curve.png"
+    asked = ["--gpu_bytes", "0.6", "--rounds", "1", "--plot", str(curve)]
+    assert execute("compare", *named, *asked) == 0
+    assert curve.read_bytes().startswith(b"\x89PNG")
+
+
 def test_compare_runs_side_by_side(users_module: str, capsys: pytest.CaptureFixture[str]):
     named = [f"{users_module}:wrapped", "--args", f"{users_module}:arguments"]
     asked = ["--gpu_bytes", "300KiB,0.6", "--rounds", "1"]

@@ -165,7 +165,8 @@ def test_the_summary_is_some_lines_and_the_repr_is_one():
     assert "L4, PCIe 3 x16, strategy turnip" in predicted.summary()
     assert predicted.summary().count("\n") == 3
     assert "\n" not in repr(predicted)
-    assert "device='L4'" in repr(predicted)
+    assert "for L4: " in repr(predicted)
+    assert " s a call, in " in repr(predicted)
 
 
 def test_products_take_what_the_flops_say():

@@ -205,6 +205,17 @@ def checked(page: str) -> Checker:
     return checker
 
 
+def test_stages_say_what_they_are_of():
+    def doubled(x):
+        return 2 * x
+
+    traced = jturnip.jit(doubled, "1MiB").trace(jnp.ones(8))
+    lowered = traced.lower()
+    assert repr(traced) == "<Traced of doubled>"
+    assert repr(lowered) == "<Lowered of doubled in 1 MiB>"
+    assert repr(lowered.compile()) == "<Compiled in 1 MiB, strategy whole>"
+
+
 def test_objects_show_themselves(ran: RunReport, driven: RunReport):
     for report in (ran, driven):
         plan = report.plan

@@ -16,6 +16,7 @@ from jturnip.placement import Arguments
 from jturnip.runners.function import Runner
 from jturnip.signature import Call
 from jturnip.stages.options import Options, placed
+from jturnip.units import format_bytes
 
 
 class Compiled:
@@ -41,6 +42,10 @@ class Compiled:
         self.args_info = traced.args_info
         # Abstract values of the arguments, in their tree.
         self.in_avals = avals(traced)
+
+    def __repr__(self) -> str:
+        plan = self.plan
+        return f"<Compiled in {format_bytes(plan.gpu_bytes)}, strategy {plan.strategy}>"
 
     @property
     def in_tree(self) -> Any:

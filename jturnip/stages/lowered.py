@@ -129,6 +129,10 @@ class Lowered:
                 on_host[i] = True
         return dataclasses.replace(self._wanted, on_host=tuple(on_host))
 
+    def __repr__(self) -> str:
+        name = getattr(self._traced, "fun_name", "a function")
+        return f"<Lowered of {name} in {format_bytes(self.gpu_bytes)}>"
+
     @property
     def _closed_over(self) -> list[Any]:
         if self._flat is None:

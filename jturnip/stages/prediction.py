@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from jturnip.runtime.schedule import Link
 from jturnip.units import format_bytes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Prediction:
     """What one call would take, after others with the same arrays in host memory. Of a plan
     in pieces, each piece is counted once: nobody knows how often a loop turns."""
@@ -44,7 +44,13 @@ class Prediction:
     # What it is for, by name.
     device: str
     link: str
-    plan: Plan = field(repr=False)
+    plan: Plan
+
+    def __repr__(self) -> str:
+        return (
+            f"<Prediction for {self.device}: {self.seconds:.3g} s a call, in"
+            f" {format_bytes(self.peak_bytes)} of {format_bytes(self.gpu_bytes)}>"
+        )
 
     def summary(self) -> str:
         """A few lines for people."""

@@ -69,6 +69,9 @@ class Traced:
         )
         self._wanted = _wanted(self._traced.out_info, call.leaves, options)
 
+    def __repr__(self) -> str:
+        return f"<Traced of {getattr(self._traced, 'fun_name', 'a function')}>"
+
     @property
     def jaxpr(self) -> Any:
         """The jaxpr, as `jax.jit(fn).trace(...).jaxpr`."""

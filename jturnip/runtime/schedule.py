@@ -3,7 +3,6 @@
 Everything here is computed once per plan and shared by every run of it.
 """
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -68,7 +67,7 @@ class Schedule:
 
 
 def schedule(graph: TaskGraph, memgraph: MemGraph, link: Link) -> Schedule:
-    """Prepares a plan for `RunState`, with priorities from predicted times."""
+    """Prepares a plan for `RunState`."""
     ops = memgraph.ops
     sizes = [ranges_bytes(i.ranges) for i in memgraph.instances]  # none on the host
     engines = tuple(_ENGINE[op.kind] for op in ops)
@@ -91,7 +90,7 @@ def schedule(graph: TaskGraph, memgraph: MemGraph, link: Link) -> Schedule:
     for op in ops:
         for dep in op.deps:
             successors[dep.op].append(op.id)
-    ranks, by_rank = _ranks(engines, successors, seconds, frees)
+    ranks, by_rank = _ranks(engines)
     return Schedule(
         engines=engines,
         waits=tuple(len(op.deps) for op in ops),
@@ -131,28 +130,9 @@ def _seconds(
     return 0.0
 
 
-def _ranks(
-    engines: Sequence[int],
-    successors: Sequence[Sequence[int]],
-    seconds: Sequence[float],
-    frees: Sequence[int],
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Transfers in planned order; runs by longest path to the end, then bytes freed."""
-    path = [0.0] * len(engines)
-    freed = [0] * len(engines)
-    for op in range(len(engines) - 1, -1, -1):
-        after = successors[op]
-        if after:
-            path[op] = seconds[op] + max([path[s] for s in after])
-            freed[op] = sum([frees[s] for s in after])
-        else:
-            path[op] = seconds[op]
-
-    of_engine: tuple[list[int], ...] = ([], [], [], [])
-    for op, engine in enumerate(engines):
-        of_engine[engine].append(op)
-    of_engine[COMPUTE].sort(key=lambda op: (-path[op], -freed[op], op))
-    by_rank = tuple(itertools.chain.from_iterable(of_engine))
+def _ranks(engines: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """On each engine in planned order: it was chosen by simulated time."""
+    by_rank = tuple(sorted(range(len(engines)), key=engines.__getitem__))
     ranks = [0] * len(engines)
     for rank, op in enumerate(by_rank):
         ranks[op] = rank

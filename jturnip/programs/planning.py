@@ -35,6 +35,7 @@ from jturnip.programs.records import How, Split, Straight
 from jturnip.programs.searching import better_order
 from jturnip.runtime.link import SimulatedLink
 from jturnip.runtime.schedule import Link, Schedule
+from jturnip.runtime.simulated import simulate
 from jturnip.units import format_bytes, padded
 
 
@@ -220,11 +221,12 @@ class _OtherBudgets:
         arena = placement.arena_bytes(gpu_bytes, self.platform)
         with _without_cycle_collection():
             found = simulated(self.graph, arena, self.strategy, self.link)
-            return found.run.seconds
+            return simulate(found.schedule, self.strategy, self.link).seconds
 
 
 def _figures(found: Found, gpu_bytes: int, peak_bytes: int, link: Link) -> Plan:
-    graph, memgraph, run = found.graph, found.memgraph, found.run
+    graph, memgraph = found.graph, found.memgraph
+    run = simulate(found.schedule, found.run.strategy, link)
     h2d, d2h = figures.moved_bytes(graph, memgraph)
     rates = link.h2d_bytes_per_second, link.d2h_bytes_per_second
     least = least_seconds(graph, memgraph.gpu_bytes, *rates)

@@ -63,9 +63,9 @@ def better_order(
         if tasks is None:
             continue
         found = simulated(graph, arena, strategy, link, tasks, "search")
-        if found.run.seconds <= best.run.seconds and allowed(found):
+        if found.seconds <= best.seconds and allowed(found):
             best = found
-    return best if best.run.seconds < _WORTH * begin.run.seconds else None
+    return best if best.seconds < _WORTH * begin.seconds else None
 
 
 class _Places:

@@ -3,6 +3,7 @@
 Everything here is computed once per plan and shared by every run of it.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -38,6 +39,13 @@ class Link:
     def lost_seconds(self, nbytes: int) -> float:
         """What the computing beside it loses to a copy of so many bytes."""
         return self.compute_seconds_per_copy + nbytes * self.compute_seconds_per_byte
+
+    @property
+    def harmless(self) -> "Link":
+        """The same if copies took nothing from the computing."""
+        return dataclasses.replace(
+            self, compute_seconds_per_copy=0.0, compute_seconds_per_byte=0.0
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -184,6 +184,42 @@ def mixture(x: Any, weights: Any, sizes: Any) -> Any:
     return jnp.sum(jnp.tanh(lax.ragged_dot(x, weights, sizes)) ** 2)
 
 
+def sums_of_states(h: Any, w: Any) -> Any:
+    """A loop that gives a sum over the batch and what is cut along it, both read on."""
+
+    def step(carried: Any, _: Any) -> Any:
+        h, gram = carried
+        h = jnp.tanh(w @ h)
+        return (h, gram + h @ h.T), None
+
+    (h, gram), _ = lax.scan(step, (h, jnp.zeros(w.shape)), None, length=3)
+    return gram @ h, lax.scan(step, (h, gram), None, length=2)[0]
+
+
+def total_of_states(h: Any, w: Any) -> Any:
+    """The loop of its gradients hands the cotangent of the total on as it is."""
+
+    def step(carried: Any, _: Any) -> Any:
+        h, total = carried
+        h = jnp.tanh(w @ h)
+        return (h, total + jnp.sum(h * h)), None
+
+    (_, total), _ = lax.scan(step, (h, 0.0), None, length=4)
+    return total / h.size
+
+
+def states_row_by_row(h: Any, w: Any) -> Any:
+    """Each iteration writes one row of what no other iteration touches."""
+
+    def step(carried: Any, n: Any) -> Any:
+        h, rows = carried
+        h = jnp.tanh(w @ h)
+        return (h, lax.dynamic_update_slice(rows, h[:1], (n, 0))), None
+
+    begin = h, jnp.zeros((6, h.shape[1]))
+    return lax.scan(step, begin, jnp.arange(6))[0]
+
+
 FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...]]] = {
     "attention": (attention, (numbers(67, 3, 8), numbers(61, 3, 8), numbers(61, 3, 8))),
     "its gradients": (of_attention, (numbers(48, 2, 8), *[numbers(45, 2, 8)] * 2)),
@@ -250,6 +286,12 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...]]] = {
         lambda a, b: jnp.tanh(a @ b).sum(0),
         (numbers(64, 48, dtype=jnp.bfloat16), numbers(48, 64, dtype=jnp.bfloat16)),
     ),
+    "sums of states": (sums_of_states, (numbers(16, 2048), numbers(16, 16) / 4)),
+    "gradients of a total of states": (
+        jax.grad(total_of_states, (0, 1)),
+        (numbers(16, 2048), numbers(16, 16) / 4),
+    ),
+    "states row by row": (states_row_by_row, (numbers(16, 2048), numbers(16, 16) / 4)),
 }
 
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import large_intermediates
 import numpy as np
 import pytest
+from jax import lax
 
 from jturnip.frontend import axes, parts
 from jturnip.frontend.flatten import flatten
@@ -180,6 +181,50 @@ def test_windows_are_not_cut():
     checked = Checked()
     checked.function(fn, args)
     assert checked.labels > 0
+
+
+WINDOW = (1, 3, 1)
+POSITIONAL: dict[str, Callable[..., Any]] = {
+    "shifted forward": lambda x: lax.pad(x, 0.0, [(0, 0, 0), (1, -1, 0), (0, 0, 0)]),
+    "shifted back": lambda x: lax.pad(x, 0.0, [(-2, 2, 0), (0, 0, 0), (0, 0, 0)]),
+    "spread out": lambda x: lax.pad(x, 0.0, [(0, 0, 1), (0, 0, 0), (1, 1, 0)]),
+    "a row written": lambda x: lax.dynamic_update_slice(x, x[:1] + 1, (3, 0, 0)),
+    "a column written": lambda x: lax.dynamic_update_slice(x, x[:, :1], (0, 5, 0)),
+    "a corner written": lambda x: lax.dynamic_update_slice(x, -x[:3, :2, :4], (4, 1, 2)),
+    "written after the end": lambda x: lax.dynamic_update_slice(x, -x[:3], (99, 0, 0)),
+    "written by 8 bits": lambda x: lax.dynamic_update_slice(
+        jnp.tile(x, (30, 1, 1)), x[:2], tuple(map(jnp.uint8, (230, 0, 0)))
+    ),
+    "read by 8 bits": lambda x: lax.dynamic_slice(
+        jnp.tile(x, (70, 1, 1)), tuple(map(jnp.uint8, (3, 0, 0))), (500, 6, 8)
+    ),
+    "read before the begin": lambda x: lax.dynamic_slice(
+        x, tuple(map(jnp.int32, (-2, 0, 1))), (6, 6, 4), allow_negative_indices=False
+    ),
+    "one row read": lambda x: lax.dynamic_slice(x, (5, 0, 0), (1, 6, 8)),
+    "reversed": lambda x: x[::-1, :, ::-1],
+    "rolled": lambda x: jnp.roll(x, 1, 0),
+    "largest of windows": lambda x: lax.reduce_window(
+        x, -jnp.inf, lax.max, WINDOW, WINDOW, "SAME"
+    ),
+    "gradients of those": jax.grad(
+        lambda x: lax.reduce_window(x, -jnp.inf, lax.max, WINDOW, (1, 1, 1), "SAME").sum()
+    ),
+    "sums so far": lambda x: lax.cumsum(x, 1),
+    "put together": lambda x: lax.concatenate([x, x + 1], 1),
+    "sorted": lambda x: lax.sort((x, -x), dimension=1, num_keys=1),
+    "largest": lambda x: lax.top_k(x, 3),
+    "where the least is": lambda x: lax.argmin(x, 1, jnp.int32),
+    "spectra": lambda x: jnp.fft.rfft(x, axis=1),
+    "nothing": lambda x: jnp.square(x[:0]),
+}
+
+
+@pytest.mark.parametrize("name", POSITIONAL)
+def test_parts_have_their_positions(name: str):
+    """What a single position does not show."""
+    x = np.random.default_rng(0).normal(size=(8, 6, 8)).astype(np.float32)
+    Checked().function(POSITIONAL[name], (x,))
 
 
 def test_what_cannot_be_combined_is_not_cut():

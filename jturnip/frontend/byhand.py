@@ -84,6 +84,27 @@ def _sliced(e: Equation, operands: Sequence[Type], results: Sequence[Type]) -> R
     return Rule((tuple(read), *positions), (labels,))
 
 
+def _padded(e: Equation, operands: Sequence[Type], results: Sequence[Type]) -> Rule:
+    """What is not padded can be cut."""
+    config = e.origin.params["padding_config"]
+    labels = [None if any(each) else d for d, each in enumerate(config)]
+    return Rule((_large(operands[0], labels), ()), (_large(results[0], labels),))
+
+
+def _updated(e: Equation, operands: Sequence[Type], results: Sequence[Type]) -> Rule:
+    """Each part takes what of the update is for it (`parts.py`)."""
+    del e
+    operand, update, *starts = operands
+    dims = range(len(operand.shape))
+    written = [
+        d if n == m else None
+        for d, n, m in zip(dims, update.shape, operand.shape, strict=True)
+    ]
+    labels = _large(results[0], dims)
+    positions = ((),) * len(starts)
+    return Rule((labels, _large(update, written), *positions), (labels,))
+
+
 def _random(e: Equation, operands: Sequence[Type], results: Sequence[Type]) -> Rule | None:
     """Bits that are made of their positions, where that is so (`parts.works`); those of
     several keys are of one after the other."""
@@ -245,6 +266,8 @@ RULES: dict[str, Callable[[Equation, Sequence[Type], Sequence[Type]], Rule | Non
     "triangular_solve": _solved,
     "ragged_dot_general": _ragged,
     **dict.fromkeys(["slice", "dynamic_slice"], _sliced),
+    "dynamic_update_slice": _updated,
+    "pad": _padded,
     "random_bits": _random,
     **dict.fromkeys(OF_KEYS, _of_keys),
     "iota": _iota,

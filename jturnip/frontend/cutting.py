@@ -327,7 +327,8 @@ class _New:
             dim = stretch.uses.get((i, position))
             if isinstance(v, Constant):
                 return v
-            if v in of_part:
+            # What is reduced is read of all parts, though this one's may be made again.
+            if v in of_part and v not in stretch.reduced:
                 return of_part[v]
             if dim is None:
                 self._whole([v])

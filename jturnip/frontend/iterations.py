@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jturnip import compat
@@ -230,8 +231,9 @@ def _is_linear(e: Equation, sums: Collection[int], flat: FlatJaxpr) -> bool:
         return False
     if e.name in ("mul", "dot_general"):
         return sum(read) == 1
-    if e.name == "div":
-        return read == [True, False]
+    if e.name == "div":  # by zero it would make nothing of some parts
+        divisor = e.inputs[1]
+        return isinstance(divisor, Constant) and bool(np.all(divisor.value))
     return e.name in _LINEAR and all(read)
 
 

@@ -26,7 +26,6 @@ _OTHER: dict[str, Callable[[Equation, Sequence[Any], tuple[int, ...]], Any]] = {
     "iota": lambda e, operands, shape: {"shape": shape},
     "reshape": lambda e, operands, shape: {"new_sizes": shape},
 }
-_SLICES = frozenset(["slice", "dynamic_slice"])
 _PRODUCTS = frozenset(["dot_general", "conv_general_dilated", "ragged_dot_general"])
 
 
@@ -49,14 +48,8 @@ def _apply(
     Raises:
       TypeError: where the parts are of other shapes than expected.
     """
-    if e.name == "gather":
-        results = [_gathered(e, operands, shapes[0], along, low)]
-    elif e.name in SCATTERS:
-        results = [_scattered(e, operands, along, low)]
-    elif e.name == "random_bits":
-        results = [_random_bits(e, operands[0], shapes[0], along, low)]
-    elif e.name in _SLICES:
-        results = [_sliced(e, operands, shapes[0], along, low)]
+    if e.name in _BY_POSITION:
+        results = [_BY_POSITION[e.name](e, operands, shapes[0], along, low)]
     elif e.name == "scan":
         results = iterations.on_part(e, operands, along, low, axes.rules_by(works), _apply)
     else:
@@ -114,9 +107,10 @@ def _sliced(
         most = operand.shape[dim] - e.origin.outvars[0].aval.shape[dim]
         first = jnp.clip(operands[1 + dim], 0, most)
     if e.name == "dynamic_slice":
-        starts = [*operands[1:]]
-        starts[dim] = first + lax.convert_element_type(low * scale, starts[dim].dtype)
-        return lax.dynamic_slice(operand, starts, shape)
+        starts = list(map(_wide, operands[1:]))
+        begin = lax.convert_element_type(low * scale, starts[dim].dtype)
+        starts[dim] = lax.convert_element_type(first, starts[dim].dtype) + begin
+        return lax.dynamic_slice(operand, starts, shape, allow_negative_indices=False)
     steps = params["strides"] or (1,) * len(shape)
     starts, limits = [*params["start_indices"]], [*params["limit_indices"]]
     if scale:  # from where the part begins, then as it is written along the others
@@ -128,14 +122,45 @@ def _sliced(
     return lax.slice(operand, starts, limits, steps)
 
 
+def _updated(
+    e: Equation,
+    operands: Sequence[Any],
+    shape: tuple[int, ...],
+    along: Along,
+    low: Any,
+) -> Any:
+    """A part of what a slice was written into, which may lie in it, in others, or both."""
+    part, update, *starts = operands
+    dim, scale = along.operands[0] or (None, 0)
+    if dim is None or along.operands[1] is not None:  # all of it is written along the axis
+        (result,) = bind(e.origin, operands)
+        return result
+    starts = list(map(_wide, starts))
+    whole, length = e.origin.invars[0].aval.shape[dim], update.shape[dim]
+    start = jnp.clip(starts[dim], 0, whole - length)
+    # Which position of the update each position of the part has, if any.
+    begin = lax.convert_element_type(low * scale, start.dtype)
+    at = lax.iota(start.dtype, part.shape[dim]) + begin - start
+    rows = jnp.take(update, jnp.clip(at, 0, length - 1), axis=dim, mode="clip")
+    starts[dim] = jnp.zeros_like(start)
+    (written,) = bind(e.origin, (part, rows, *starts))
+    inside = lax.broadcast_in_dim((at >= 0) & (at < length), shape, (dim,))
+    return lax.select(inside, written, part)
+
+
 def _random_bits(
-    e: Equation, key: Any, shape: tuple[int, ...], along: Along, low: Any
+    e: Equation,
+    operands: Sequence[Any],
+    shape: tuple[int, ...],
+    along: Along,
+    low: Any,
 ) -> Any:
     """A part of random bits.
 
     Raises:
       TypeError: where this jax does not make them of a threefry key and their positions.
     """
+    (key,) = operands
     whole, width = e.origin.params["shape"], e.origin.params["bit_width"]
     threefry = str(key.dtype) == "key<fry>"
     if along.result is None or (along.operands[0] is not None and threefry):
@@ -193,6 +218,8 @@ def works(e: Equation, flat: FlatJaxpr, rule: Rule, label: int) -> bool:
         *zip(results, rule.results, strict=True),
     ]
     length = math.gcd(*(t.shape[d] for t, x in sides if (d := dim(x)) is not None))
+    if length == 0:
+        return False
 
     def cut(t: Type, labels: Sequence[int | None]) -> tuple[int, int] | None:
         d = dim(labels)
@@ -274,7 +301,13 @@ def _gathered(
     return lax.select(spread(there), found, nothing)
 
 
-def _scattered(e: Equation, operands: Sequence[Any], along: Along, low: Any) -> Any:
+def _scattered(
+    e: Equation,
+    operands: Sequence[Any],
+    shape: tuple[int, ...],
+    along: Along,
+    low: Any,
+) -> Any:
     """What a scatter makes of a part; updates for other parts are dropped."""
     part, indices, updates = operands[0], _wide(operands[1]), operands[2]
     params, whole = e.origin.params, e.origin.invars[0].aval.shape
@@ -297,6 +330,19 @@ def _scattered(e: Equation, operands: Sequence[Any], along: Along, low: Any) -> 
     dropped = lax.GatherScatterMode.FILL_OR_DROP
     (result,) = bind(e.origin, (part, indices, updates), mode=dropped)
     return result
+
+
+# What gives other results at other positions.
+_BY_POSITION: dict[
+    str, Callable[[Equation, Sequence[Any], tuple[int, ...], Along, Any], Any]
+] = {
+    "gather": _gathered,
+    **dict.fromkeys(SCATTERS, _scattered),
+    "random_bits": _random_bits,
+    "slice": _sliced,
+    "dynamic_slice": _sliced,
+    "dynamic_update_slice": _updated,
+}
 
 
 # -- reductions ------------------------------------------------------------------------
@@ -374,7 +420,14 @@ def on_part(
     operands of these types."""
 
     def function(low: Any, *operands: Any) -> Any:
-        return _apply(e, operands, shapes, along, low)
+        results = _apply(e, operands, shapes, along, low)
+        # What a scan hands on unchanged JAX gives back as it is: here each is a new value.
+        there = {id(x) for x in operands}
+        new = []
+        for x in results:
+            new.append(jnp.copy(x) if id(x) in there else x)
+            there.add(id(x))
+        return new
 
     return jax.make_jaxpr(function)(_POSITION, *(t.struct() for t in types))
 
@@ -471,6 +524,8 @@ class _Blockwise:
         def read(i: int, position: int, v: int | Constant) -> Any:
             if isinstance(v, Constant):
                 return v.value
+            if v in stretch.reduced:  # of all blocks, though this one's is made again
+                return values[v]
             dim = stretch.uses.get((i, position))
             if v in block or dim is None:
                 return block[v] if v in block else values[v]

@@ -29,7 +29,11 @@ _ELEMENTWISE = frozenset(
 )
 # What they do depends on positions: a part would be other positions. JAX's own primitives
 # for them have rules by hand.
-_POSITIONAL = frozenset(f"stablehlo.{name}" for name in "iota gather scatter".split())
+# (Shardy lets a dimension that is padded on one side as much as it is cut on the other, and
+# one that is updated at a position, be cut: each device would do that to its own part.)
+_POSITIONAL = frozenset(
+    f"stablehlo.{name}" for name in "iota gather scatter pad dynamic_update_slice".split()
+)
 
 
 def rules_or_none(distinct: Sequence[Equation], flat: FlatJaxpr) -> list[Rule | None]:
@@ -157,7 +161,7 @@ class _Reader:
             nodes = [self._joined.find((hash(value), d)) for d in range(len(t.shape))]
             return tuple(
                 None
-                if size == 1 or node in whole or nodes.count(node) > 1
+                if size < 2 or node in whole or nodes.count(node) > 1
                 else numbers.setdefault(node, len(numbers))
                 for node, size in zip(nodes, t.shape, strict=True)
             )

@@ -188,6 +188,51 @@ class _Clock:
         self.ends.append(begin)
 
 
+class _Ahead:
+    """Bytes in use while each of the tasks runs that are reserved and not executed, and
+    after the last of them, where outputs get their bytes late."""
+
+    def __init__(self) -> None:
+        # Numbers of the first of these tasks, and of the one after the last.
+        self._first = self._end = 0
+        # (number, bytes) of those with more than all after them, the largest first; what is
+        # to be added to all bytes here; and what is in use after the last.
+        self._most: deque[tuple[int, int]] = deque()
+        self._more = self._after = 0
+
+    def __bool__(self) -> bool:
+        return self._first < self._end
+
+    @property
+    def most(self) -> int:
+        """Of any of the tasks."""
+        return self._most[0][1] + self._more
+
+    @property
+    def after(self) -> int:
+        """After the last of them."""
+        return self._after + self._more
+
+    def add(self, during: int, after: int) -> None:
+        """One task more."""
+        nbytes = during - self._more
+        while self._most and self._most[-1][1] <= nbytes:
+            self._most.pop()
+        self._most.append((self._end, nbytes))
+        self._after = after - self._more
+        self._end += 1
+
+    def executed(self) -> None:
+        """The first of them is executed."""
+        self._first += 1
+        if self._most[0][0] < self._first:
+            self._most.popleft()
+
+    def come(self, nbytes: int) -> None:
+        """So much more is in use while all of them run."""
+        self._more += nbytes
+
+
 class _Builder:
     """The state of the simulation; lives as long as one call of `plan`.
 
@@ -227,9 +272,8 @@ class _Builder:
         # Workspace that the reserved, unexecuted tasks will want: (position, bytes), the
         # largest first, so that a window's maximum is at the front.
         self._workspaces: deque[tuple[int, int]] = deque()
-        # Where outputs get their bytes late: what is in use while each of these tasks runs,
-        # and after it.
-        self._in_use: deque[tuple[int, int]] = deque()
+        # Used where outputs get their bytes late.
+        self._ahead = _Ahead()
         # Victims, best first, as (key, buffer); stale entries are skipped.
         self._victims: list[tuple[tuple[bool, int], BufferId]] = []
         # What is smaller than this leaves last: it frees next to nothing.
@@ -298,11 +342,12 @@ class _Builder:
             return False
         task = self._graph.tasks[position]
         reloads, nbytes = self._missing(task)
-        for b in reloads:
-            self._reload(b, position)
         if self._strategy.late:
             self._reserved.update((b, ((), ())) for b in task.outputs)
             self._will_be_used(task, sum(self._sizes[b] for b in reloads), nbytes)
+        for b in reloads:
+            self._reload(b, position)
+        if self._strategy.late:
             return True
         for b in task.new:
             self._reserved[b] = self._arena.take(self._sizes[b])
@@ -318,26 +363,28 @@ class _Builder:
         """Bytes that must leave before task `position` can be reserved, if any."""
         task = self._graph.tasks[position]
         reloads, nbytes = self._missing(task)
+        if position > executed:
+            nbytes += int(self._strategy.spare * self._arena.nbytes)
         if not self._strategy.late:
             nbytes += self._workspace_after(position, executed)
             return nbytes - self._arena.free_bytes
         most = self._used_before() + nbytes + padded(task.workspace)
-        if self._in_use:  # what is reloaded is there while these run
-            arriving = sum(self._sizes[b] for b in reloads)
-            most = max(most, arriving + max(n for n, _ in self._in_use))
+        if self._ahead:  # what is reloaded is there while these run
+            arriving = nbytes - sum(self._sizes[b] for b in task.new)
+            most = max(most, arriving + self._ahead.most)
         return most - self._arena.nbytes
 
     def _used_before(self) -> int:
         """Bytes in use before the next task that is reserved."""
-        if self._in_use:
-            return self._in_use[-1][1]
+        if self._ahead:
+            return self._ahead.after
         return self._arena.nbytes - self._arena.free_bytes
 
     def _will_be_used(self, task: Task, arriving: int, nbytes: int) -> None:
-        """Notes what a task that is reserved adds to what is in use: what it reloads at
-        once, and all that it takes while it runs."""
+        """Notes what a task that is to be reserved adds to what is in use: what it reloads
+        at once, and all that it takes while it runs."""
         used = self._used_before() + nbytes
-        self._in_use_later(arriving)
+        self._ahead.come(arriving)
         wanted = lambda b: b in self._outputs and not self._graph.buffers[b].end_on_host
         last_read = (
             b
@@ -350,11 +397,7 @@ class _Builder:
             for b in (*last_read, *never_read)
             if not self._graph.buffers[b].pinned and not wanted(b)
         )
-        self._in_use.append((used + padded(task.workspace), used - freed))
-
-    def _in_use_later(self, more: int) -> None:
-        if more:
-            self._in_use = deque((n + more, after + more) for n, after in self._in_use)
+        self._ahead.add(used + padded(task.workspace), used - freed)
 
     def _may_look_ahead(self, position: int, executed: int) -> bool:
         return self._layers is None or self._layers[position] <= self._layers[executed] + 1
@@ -419,7 +462,7 @@ class _Builder:
             return False
         for b in chosen:
             self._evict(b, position)
-        self._in_use_later(-freed)
+        self._ahead.come(-freed)
         return True
 
     # -- the execution horizon ---------------------------------------------------------
@@ -437,7 +480,7 @@ class _Builder:
         over = dict(task.overwrites)
         late = self._strategy.late
         if late:
-            self._in_use.popleft()
+            self._ahead.executed()
         writes = []
         for o, b in enumerate(task.outputs):
             ranges, freers = self._reserved.pop(b)

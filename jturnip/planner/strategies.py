@@ -33,6 +33,10 @@ class Strategy:
     # Whether what a task writes gets its bytes when the task's turn comes, not when it is
     # passed ahead of that: they may still be in use until then.
     late: bool = False
+    # The share of the budget that stays free where something gets room ahead of its turn.
+    # A reload whose turn comes late in the plan may begin early nevertheless: it waits for
+    # nothing but its bytes.
+    spare: float = 0.0
 
 
 def _every_task_its_own_layer(graph: TaskGraph, gpu_bytes: int) -> Layers:
@@ -65,8 +69,9 @@ STRATEGIES: dict[str, Strategy] = {
     for s in (
         # The paper's: two horizons, furthest next use, free order.
         Strategy("turnip"),
-        # The same, but of what is ahead only reloads get bytes: more of them fit.
-        Strategy("ours", late=True),
+        # The same, but of what is ahead only reloads get bytes, and only while there is much
+        # room: what is needed sooner finds it.
+        Strategy("ours", late=True, spare=0.5),
         # And with room for the next task before its turn, where that takes no write back:
         # as one double buffers by hand. More bytes over the link, fewer stalls.
         Strategy("ahead", ahead=1, late=True),

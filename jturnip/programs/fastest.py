@@ -138,8 +138,11 @@ def _computing_again(
             tasks = tuple(before.tasks[t] for t in longer)
             strategy, order = before.run.strategy, before.order
             made = simulated(graph, arena, strategy, link, tasks, order)
-            is_faster = made.seconds < found.seconds
-            if held(made) and (is_faster or not held(found)):
+            if held(found):
+                is_better = held(made) and made.seconds < found.seconds
+            else:  # less on the host, until it holds that
+                is_better = host_peak_bytes(made) < host_peak_bytes(found)
+            if is_better:
                 found = made
         if found is before:
             break

@@ -362,7 +362,7 @@ class _Builder:
     def _short_of(self, position: int, executed: int) -> int:
         """Bytes that must leave before task `position` can be reserved, if any."""
         task = self._graph.tasks[position]
-        reloads, nbytes = self._missing(task)
+        _, nbytes = self._missing(task)
         if position > executed:
             nbytes += int(self._strategy.spare * self._arena.nbytes)
         if not self._strategy.late:

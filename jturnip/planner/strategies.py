@@ -69,8 +69,8 @@ STRATEGIES: dict[str, Strategy] = {
     for s in (
         # The paper's: two horizons, furthest next use, free order.
         Strategy("turnip"),
-        # The same, but of what is ahead only reloads get bytes, and only while there is much
-        # room: what is needed sooner finds it.
+        # The same, but of what is ahead only reloads get bytes, and only while there is
+        # much room: what is needed sooner finds it.
         Strategy("ours", late=True, spare=0.5),
         # And with room for the next task before its turn, where that takes no write back:
         # as one double buffers by hand. More bytes over the link, fewer stalls.

@@ -129,7 +129,9 @@ def leaving(
         for at, output in enumerate(flat.outputs)
         if at not in away and output not in as_they_are
     }
-    # At rest a result may have the place of an argument that was given up.
+    # At rest a result has the place of an argument like it that was given up.
+    room = arena - argument_bytes(flat, arguments, (Whose.CALLER_DEVICE,))
+    room -= sum(constants_on_device(flat).values())
     offers = collections.Counter(
         (flat.types[v].shape, flat.types[v].dtype)
         for v, w in zip(flat.inputs, arguments.whose, strict=True)
@@ -139,9 +141,8 @@ def leaving(
         t = flat.type_of(flat.outputs[at])
         if offers[t.shape, t.dtype]:
             offers[t.shape, t.dtype] -= 1
+            room -= sizes[at]
             sizes[at] = 0
-    room = arena - argument_bytes(flat, arguments, (Whose.CALLER_DEVICE,))
-    room -= sum(constants_on_device(flat).values())
     groups = sorted(
         map(sorted, returned.groups), key=lambda g: sum(sizes.get(i, 0) for i in g)
     )

@@ -37,10 +37,11 @@ _MOST_SHARE = 16
 # the root of a gradient's square makes much of a little.
 _ULPS = 1024
 _AS_ARGUMENTS = 4
-# But never more than this, which is over one percent.
+# But never more than this, which is over one percent; and not where a result has 16 bits
+# or less, of which a unit is a percent.
 _MOST_ULPS = 2**17
-# Numbers of 16 bits and less may differ by so many times fewer of their units.
-_FEWER_IF_NARROW = 64
+# Numbers of so many bits may differ by so many times fewer of their units.
+_FEWER_IF_NARROW = {16: 64, 8: 512}
 # What JAX can do by itself; a name to what it makes of the function that is differentiated.
 _POLICIES: dict[str, Callable[[], Any]] = {
     "checkpoint": lambda: None,
@@ -293,7 +294,8 @@ def compare(
         nbytes = _bytes_of(budget, peak)
         for strategy in names:
             jitted = api.jit(whole, nbytes, strategy=strategy, link=link, **call.keywords)
-            ways.append(_Budgeted(jitted, hosted, nbytes, nbytes / peak, strategy))
+            share = nbytes / peak if peak else None
+            ways.append(_Budgeted(jitted, hosted, nbytes, share, strategy))
     with _bar(len(ways) * (rounds + 1), progress) as step:
         _run_in_turn(ways, rounds, step)
     return _comparison(_name(fn), peak, ways)
@@ -516,7 +518,12 @@ class _Budgeted(_Way):
     """Something that `jturnip.jit` made."""
 
     def __init__(
-        self, jitted: Any, hosted: tuple[Any, ...], nbytes: int, share: float, strategy: str
+        self,
+        jitted: Any,
+        hosted: tuple[Any, ...],
+        nbytes: int,
+        share: float | None,
+        strategy: str,
     ):
         row = Row("jturnip", gpu_bytes=nbytes, share=share, strategy=strategy)
         super().__init__(row, hosted)
@@ -585,9 +592,11 @@ def _run_in_turn(ways: Sequence[_Way], rounds: int, step: Callable[[str], None])
             del results
             answer = found if answer is None else answer
             way.ulps = max(way.ulps or 0.0, distance(found, answer))
-    most = max((way.ulps or 0.0 for way in ways), default=0.0)
+    finite = [way.ulps for way in ways if way.ulps is not None and way.ulps < np.inf]
     stock = ways[0]
-    if _ULPS < most < np.inf and isinstance(stock, _Jax) and answer is not None:
+    if answer is None or not isinstance(stock, _Jax) or any(map(_is_narrow, answer)):
+        return
+    if max(finite, default=0.0) > _ULPS:
         changed = stock.changed_by_rounding(answer)
         for way in ways:
             way.most_ulps = max(_ULPS, min(_MOST_ULPS, _AS_ARGUMENTS * changed))
@@ -609,13 +618,16 @@ def _comparison(function: str, peak: int, ways: Sequence[_Way]) -> Comparison:
 
 def distance(found: Any, expected: Any) -> float:
     """How far apart two trees of arrays are: for each array the largest difference over the
-    largest number, in units in the last place of its dtype, those of 16 bits and less 64
-    times as much; of all, the most.
+    largest number, in units in the last place of its dtype, those of 16 bits 64 times and
+    those of less 512 times as much; of all, the most.
 
-    Infinite where one has a NaN or an infinity that the other has not, or where numbers
-    that have no last place differ.
+    Infinite where one has a NaN or an infinity that the other has not, where numbers that
+    have no last place differ, and where there are other shapes or other arrays.
     """
-    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+    found, expected = jax.tree.leaves(found), jax.tree.leaves(expected)
+    if len(found) != len(expected):
+        return np.inf
+    pairs = zip(found, expected, strict=True)
     return max((_distance(_numbers(a), _numbers(b)) for a, b in pairs), default=0.0)
 
 
@@ -625,11 +637,20 @@ def _numbers(array: Any) -> np.ndarray:
     return np.asarray(array)
 
 
+def _is_narrow(array: np.ndarray) -> bool:
+    dtype = array.dtype
+    return (
+        jax.numpy.issubdtype(dtype, jax.numpy.inexact) and jax.numpy.finfo(dtype).bits < 32
+    )
+
+
 def _distance(a: np.ndarray, b: np.ndarray) -> float:
+    if a.shape != b.shape:
+        return np.inf
     if not jax.numpy.issubdtype(a.dtype, jax.numpy.inexact):
         return 0.0 if np.array_equal(a, b) else np.inf
     info = jax.numpy.finfo(a.dtype)
-    eps = float(info.eps) / (_FEWER_IF_NARROW if info.bits < 32 else 1)
+    eps = float(info.eps) / _FEWER_IF_NARROW.get(max(info.bits, 8), 1)
     wide = np.complex128 if np.iscomplexobj(a) else np.float64
     a, b = a.astype(wide), b.astype(wide)
     finite = np.isfinite(b)

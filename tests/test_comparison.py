@@ -140,6 +140,33 @@ def test_narrow_numbers_may_differ_by_fewer_units():
     assert distance(one * 1.25, one) > 1024
 
 
+def test_narrow_numbers_do_not_agree_with_anything():
+    """A unit of 8 bits is an eighth; one of 16 is not allowed 16 times the number."""
+    ones = jnp.ones(3, jnp.float8_e4m3fn)
+    assert distance(ones, jnp.zeros_like(ones)) > 1024
+    x = jnp.full(1 << 20, 1.5, jnp.bfloat16)
+    fn = lambda x, y: (x.astype(float).sum() - y.astype(float).sum()).astype(x.dtype)
+    otherwise = {"ten times": lambda x, y: fn(x, y) * 10}
+    found = jturnip.compare(
+        fn, x.at[0].set(2.5), x, gpu_bytes=1.0, baselines=otherwise, rounds=1
+    )
+    assert [row.agrees for row in found.rows] == [True, False, True]
+
+
+def test_other_shapes_and_other_numbers_of_results_are_other_answers():
+    x = np.ones(3, np.float32)
+    others = {"a column": lambda x: x[:, None], "two": lambda x: (x, x)}
+    found = jturnip.compare(lambda x: +x, x, gpu_bytes=2.0, baselines=others, rounds=1)
+    assert [row.agrees for row in found.rows] == [True, False, False, True]
+
+
+def test_what_needs_no_bytes_is_compared():
+    empty = np.zeros((0, 3), np.float32)
+    found = jturnip.compare(lambda x: x + 1, empty, gpu_bytes="1MiB", rounds=1)
+    assert found.agrees
+    assert "inf" not in str(found)
+
+
 def test_integers_are_the_same_or_not():
     assert distance(np.arange(3), np.arange(3)) == 0
     assert distance(np.arange(3), np.arange(3) + 1) == np.inf

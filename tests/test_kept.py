@@ -478,3 +478,83 @@ def test_what_comes_next_is_predicted():
     # By times that are expected, and by those measured.
     assert lowered.plan.kept_bytes > 0
     assert lowered.compile().plan.kept_bytes > 0
+
+
+# --- Beside what comes and goes for other reasons.
+
+BUDGET = 1_000_000
+SLOW = jturnip.SimulatedLink(2e8, 2e8)
+
+
+def many(number: int, *shape: int) -> list[Any]:
+    rng = np.random.default_rng(0)
+    one = lambda: rng.standard_normal(shape).astype(np.float32) / 12
+    return [jturnip.host(one()) for _ in range(number)]
+
+
+def on_device() -> Any:
+    return jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="device")
+
+
+def test_results_have_the_place_of_a_donated_argument_once():
+    fn = lambda d, x, y, z: (d * 2, x @ y, x @ z)  # 300, 448 and 448 KB
+    x, *others = (np.ones(s, np.float32) for s in ((280, 4), (4, 400), (4, 400)))
+    f = jturnip.jit(fn, BUDGET, donate_argnums=0)
+    d = jax.device_put(np.ones(75_000, np.float32))
+    with Watch(d) as watch:
+        results = jax.block_until_ready(f(d, x, *others))
+        watch.look()
+    assert watch.peak_bytes <= BUDGET
+    assert f.last_run.peak_bytes <= BUDGET
+    assert memory.device_bytes(results[:1]) == 300_032
+
+
+def test_what_is_kept_leaves_room_for_results_that_are_brought_to_the_device():
+    def step(state: Any, weights: Any, x: Any) -> Any:
+        return [s * 0.9 for s in state], layers(weights, x)
+
+    weights = many(20, 128, 128)  # 1.3 MB
+    options = {"donate_argnums": 0, "out_shardings": (on_device(), None), "link": SLOW}
+    f = jturnip.jit(step, BUDGET, **options)
+    for _ in range(2):
+        state = many(8, 160, 128)  # 655 KB
+        with Watch(state, weights) as watch:
+            results = jax.block_until_ready(f(state, weights, X))
+            watch.look()
+        assert f.last_run.kept_bytes > 0
+        assert max(watch.peak_bytes, f.last_run.peak_bytes) <= BUDGET
+        del results, state
+
+
+def test_what_is_kept_leaves_before_arguments_come_to_their_places():
+    def fn(kind: int, weights: Any, x: Any) -> Any:
+        return layers(weights, x) if kind else jnp.sum(x, axis=0)
+
+    weights = many(20, 128, 128)
+    options = {"in_shardings": (None, on_device()), "link": SLOW}
+    f = jturnip.jit(fn, BUDGET, static_argnums=0, **options)
+    for _ in range(2):
+        jax.block_until_ready(f(1, weights, X))
+    assert f.last_run.kept_bytes > BUDGET // 2
+    with Watch(jax.live_arrays()) as watch:
+        jax.block_until_ready(f(0, weights, np.ones((1600, 128), np.float32)))  # 819 KB
+    assert watch.peak_bytes <= BUDGET
+
+
+def test_what_is_kept_leaves_room_for_results_that_wait_in_host_memory():
+    def fn(kind: int, *args: Any) -> Any:
+        if kind == 0:
+            return jnp.sum(args[0])
+        table, tokens, y = args
+        one = table[tokens].T @ y  # 450 KB
+        return one, table[jnp.argmax(one[:8], axis=1)].T @ y  # as much, by a later piece
+
+    (table,), (w,) = many(1, 4096, 128), many(1, 100_000)
+    tokens, y = np.arange(8, dtype=np.int32), np.ones((8, 878), np.float32)
+    f = jturnip.jit(fn, BUDGET, static_argnums=0)
+    for _ in range(2):
+        jax.block_until_ready(f(0, w))
+        results = jax.block_until_ready(f(1, table, tokens, y))
+        assert f.last_run.strategy == "driven"
+        assert f.last_run.peak_bytes <= BUDGET
+        del results

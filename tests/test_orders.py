@@ -47,6 +47,23 @@ def test_there_is_a_way_back(data: st.DataObject):
     assert [tasks[t] for t in where] == list(range(len(graph.tasks)))
 
 
+def test_there_is_a_way_back_from_a_second_run_before_the_first():
+    """An order that a search finds may swap the two."""
+    g = GraphBuilder()
+    x = g.input(KIB)
+    (large,) = g.task([x], 64 * KIB)
+    (small,) = g.task([x], KIB)
+    (end,) = g.task([large, small], KIB)
+    graph = g.build([end])
+    twice = (0, 1, 0, 2)
+    swapped = (1, 2, 0, 3)  # of the tasks of that
+    tasks = [twice[t] for t in swapped]
+    where, back = as_given(reordered(reordered(graph, twice), swapped), tasks)
+    back.check()
+    assert back == graph
+    assert [tasks[t] for t in where] == [0, 1, 2]
+
+
 def microbatches(layers: int, batches: int, nbytes: int = KIB) -> TaskGraph:
     """Each batch goes through all layers; their weights are larger than its values."""
     g = GraphBuilder()

@@ -9,11 +9,13 @@ from support import GraphBuilder, assert_plan_is_right, streaming_chain, taskgra
 from jturnip.errors import DoesNotFit
 from jturnip.graph.memgraph import DepKind, OpKind
 from jturnip.graph.taskgraph import Place
+from jturnip.planner import planner
 from jturnip.planner.planner import plan, smallest_budget
 from jturnip.planner.strategies import STRATEGIES
 from jturnip.planner.verify import peak_bytes, verify
 from jturnip.runtime.schedule import Link, schedule
 from jturnip.runtime.simulated import simulate
+from jturnip.units import padded
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -113,3 +115,28 @@ def test_fixed_order_holds_every_run_after_the_one_before():
     ]
     for before, after in itertools.pairwise(runs):
         assert before.id in {d.op for d in after.deps}
+
+
+@pytest.mark.parametrize("strategy", ["ours", "ahead", "layerwise"])
+@given(data=st.data())
+@settings(max_examples=40, deadline=None)
+def test_what_is_expected_to_be_in_use_is(strategy, data):
+    """Where outputs get their bytes late, what is reserved ahead counts on that."""
+    graph = data.draw(taskgraphs())
+    least = smallest_budget(graph)
+    seen = []
+
+    class Builder(planner._Builder):
+        def execute(self, position):
+            task = self._graph.tasks[position]
+            after = max(0, self._ahead.most - self._arena.nbytes)
+            taken = self._arena.nbytes - self._arena.free_bytes
+            taken += sum(self._sizes[b] for b in task.new) + padded(task.workspace)
+            seen.append((after, self._ahead.most - taken))
+            super().execute(position)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planner, "_Builder", Builder)
+        plan(graph, data.draw(st.integers(least, 3 * least)), strategy)
+    # Never less than what is in use, nor more than there is.
+    assert all(over == 0 and more >= 0 for over, more in seen)

@@ -87,12 +87,16 @@ def as_given(graph: TaskGraph, program_order: Sequence[int]) -> tuple[list[int],
     Returns:
       Where the tasks of that stand in the other, and that.
     """
+    # Of several runs of a task the original is the one with the first buffers: an order may
+    # have it after the others.
+    outputs = [task.outputs for task in graph.tasks]
     first: dict[int, int] = {}
+    for at, place in enumerate(program_order):
+        first[place] = min(first.get(place, at), at, key=outputs.__getitem__)
     copied: dict[BufferId, BufferId] = {}
     for at, place in enumerate(program_order):
-        if first.setdefault(place, at) != at:
-            originals = graph.tasks[first[place]].outputs
-            copied.update(zip(graph.tasks[at].outputs, originals, strict=True))
+        if first[place] != at:
+            copied.update(zip(outputs[at], outputs[first[place]], strict=True))
     where = [first[place] for place in sorted(first)]
     original = lambda buffers: tuple([copied.get(b, b) for b in buffers])
     tasks = (

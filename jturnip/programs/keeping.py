@@ -59,7 +59,11 @@ class _Part:
 
 
 def keeping(
-    program: Program, gpu_bytes: int, how: How, not_these: Collection[int] = ()
+    program: Program,
+    gpu_bytes: int,
+    how: How,
+    on_device: Collection[int],
+    not_these: Collection[int] = (),
 ) -> Program:
     """The same for calls one after the other with the same arrays in host memory: some of
     these stay on the device between calls, where that is predicted to pay.
@@ -68,6 +72,7 @@ def keeping(
       program: planned for one call.
       gpu_bytes: the budget.
       how: the user's choices.
+      on_device: positions of results that are wanted there, wherever the program has them.
       not_these: positions of arguments that are not the same each time.
     """
     if not isinstance(program, Straight | Chain):
@@ -75,7 +80,7 @@ def keeping(
     parts = _parts(program, frozenset(not_these))
     arena = placement.arena_bytes(gpu_bytes, program.given.device.platform)
     found: list[Program] = [program]
-    most = arena - max(_fixed_bytes(program), _bytes_at_end(program))
+    most = arena - max(_fixed_bytes(program), bytes_at_end(program, on_device))
     for ways in _ways(parts, most, arena):
         with contextlib.suppress(DoesNotFit, HostMemoryError):
             made = {at: _planned(ways, at, gpu_bytes, how) for at in ways}
@@ -117,9 +122,16 @@ def _fixed_bytes(program: Straight | Chain) -> int:
     return max((figures.most_bytes(s.program.plan) + s.waiting for s in left), default=0)
 
 
-def _bytes_at_end(program: Straight | Chain) -> int:
+def bytes_at_end(program: Program, on_device: Collection[int]) -> int:
     """What is on the device after a call beside what stays: what the caller has there, what
-    is closed over, and results, also those that only come back after the last task."""
+    is closed over, and results, also those that only come back after the last task.
+
+    Args:
+      program: of the call.
+      on_device: positions of results that are wanted there.
+    """
+    if not isinstance(program, Straight | Chain):
+        return 0
     flat = program.flat
     there = argument_bytes(flat, program.given, (Whose.CALLER_DEVICE,))
     there += sum(program.constants.values())
@@ -127,7 +139,7 @@ def _bytes_at_end(program: Straight | Chain) -> int:
     return there + sum(
         padded(flat.type_of(output).nbytes)
         for at, output in enumerate(flat.outputs)
-        if at not in program.to_host and output not in given
+        if (at not in program.to_host or at in on_device) and output not in given
     )
 
 

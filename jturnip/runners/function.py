@@ -55,6 +55,7 @@ class ProgramRunner:
         staying: Sequence[int],
         constants: int,
         tried: int,
+        at_end: int,
         in_places: Sequence[Any],
         on_host: Sequence[int] = (),
         keeping: Keeping | None = None,
@@ -71,6 +72,7 @@ class ProgramRunner:
           staying: positions of the arguments that the caller keeps on the device.
           constants: bytes there of closed-over arrays.
           tried: bytes that were there when tasks were tried out.
+          at_end: bytes there after a call, beside what is kept.
           in_places: where the user says that each argument is, or None.
           on_host: positions of the arguments that the caller keeps in host memory.
           keeping: makes the piece again, to keep other arrays between calls; None where
@@ -78,7 +80,8 @@ class ProgramRunner:
         """
         self.piece = piece
         self.plan = piece.plan
-        self._most_bytes = figures.most_bytes(self.plan)
+        self._at_end = at_end
+        self._most_bytes = self._most_bytes_of(self.plan)
         self._out_tree = out_tree
         self._wanted = wanted
         self._weak = tuple(weak)
@@ -126,9 +129,11 @@ class ProgramRunner:
         """The same, for who has the lock. Nothing is held by `run` itself, whose frame an
         error keeps."""
         self._turn.alone(self)
+        self._make_room(leaves)
         if any(self._in_places):
             leaves = list(map(memory.placed, leaves, self._in_places))
-        held, others = self._hold(leaves)
+        kept, sources = self._turn.kept, self.piece.sources(leaves)
+        held, others = self.piece.hold(leaves, kept), kept.nbytes_beside(sources)
         results, rest = self._begin(leaves, held)
         results = list(map(compat.weakly_typed, results, self._weak))
         results = memory.finished(results, self._wanted)
@@ -160,17 +165,13 @@ class ProgramRunner:
             self._turn.left(rest)
         return results, rest
 
-    def _hold(self, leaves: Sequence[Any]) -> tuple[Held | HeldByStages, int]:
-        """Puts on the device what stays there between calls, where it is not there yet;
-        and the bytes of what other calls keep there."""
+    def _make_room(self, leaves: Sequence[Any]) -> None:
+        """Lets go of what other calls keep on the device, where this one needs its room."""
         turn = self._turn
         self._keep_what_comes_again(leaves)
         turn.kept.make_way(self._device, self.plan.gpu_bytes)
         arena = placement.arena_bytes(self.plan.gpu_bytes, self._device.platform)
-        sources = self.piece.sources(leaves)
-        turn.kept.keep_only(sources, arena - self._most_bytes)
-        held = self.piece.hold(leaves, turn.kept)
-        return held, turn.kept.nbytes_beside(sources)
+        turn.kept.keep_only(self.piece.sources(leaves), arena - self._most_bytes)
 
     def _keep_what_comes_again(self, leaves: Sequence[Any]) -> None:
         """Keeps others where an argument that is kept has not been the last call's twice
@@ -183,10 +184,14 @@ class ProgramRunner:
         if not self.piece.resident_arguments.isdisjoint(not_kept):
             self.piece = self._keeping(not_kept)
             self.plan = self.piece.plan
-            self._most_bytes = figures.most_bytes(self.plan)
+            self._most_bytes = self._most_bytes_of(self.plan)
         self._changed, self._not_kept = changed, not_kept
         arrays = ((i, leaves[i]) for i in self._on_host)
         self._came = {i: weakref.ref(a) for i, a in arrays if isinstance(a, jax.Array)}
+
+    def _most_bytes_of(self, plan: Plan) -> int:
+        """What a call may have on the device, with results that come back at its end."""
+        return max(figures.most_bytes(plan), self._at_end)
 
     def _bytes_at_rest(
         self, leaves: Sequence[Any], results: Sequence[Any], kept: int

@@ -115,8 +115,7 @@ class WholeRunner:
         plan, turn, moves = self.plan, self._turn, self._moves
         turn.check()
         with turn.lock:
-            placed = list(map(memory.placed, leaves, self._in_places))
-            moved = self._move(placed)
+            placed, moved = self._placed(leaves)
             args, kwargs = jax.tree.unflatten(self._tree, placed)
             placed.clear()
             results, tree = jax.tree.flatten(self.whole(*args, **kwargs))
@@ -132,11 +131,11 @@ class WholeRunner:
             leaves[i].delete()
         return jax.tree.unflatten(tree, results)
 
-    def _move(self, placed: list[Any]) -> int:
-        """Puts arguments on the device, in their places in a list, or finds them there from
-        a call before; the bytes that took."""
+    def _placed(self, leaves: Sequence[Any]) -> tuple[list[Any], int]:
+        """The arguments in their places, on the device those that the user has in host
+        memory, if they are not there from a call before; and the bytes that took."""
         turn, kept, moved = self._turn, self._turn.kept, 0
-        sources = {i: (placed[i], None) for i in self._kept}
+        sources = {i: (leaves[i], None) for i in self._kept}
         kept.make_way(self._device, self.plan.gpu_bytes)
         turn.leave(sources.values(), self._room)
         self._beside_bytes = kept.nbytes_beside(sources.values())
@@ -144,6 +143,7 @@ class WholeRunner:
         all_there = all(copies.get(i) is not None for i in self._moves.arguments)
         if not all_there or any(self._in_places):
             turn.make_room(self._room - self._beside_bytes)
+        placed = list(map(memory.placed, leaves, self._in_places))
         for i in self._moves.arguments:
             copy = copies.get(i)
             if copy is None:
@@ -152,7 +152,7 @@ class WholeRunner:
                 if i in sources:
                     kept.keep(sources[i], copy)
             placed[i] = copy
-        return moved
+        return placed, moved
 
     def _moved(self, leaf: Any) -> jax.Array:
         if isinstance(leaf, jax.Array):

@@ -26,7 +26,7 @@ from jturnip.placement import Arguments, Budget, Returned, Wanted, Whose
 from jturnip.programs import bounds, places
 from jturnip.programs.bounds import least_whole_bytes, whole_bytes
 from jturnip.programs.devices import link_of, rates
-from jturnip.programs.keeping import keeping
+from jturnip.programs.keeping import bytes_at_end, keeping
 from jturnip.programs.make import make_program, or_in_blocks, remeasured, searched
 from jturnip.programs.records import Chain, How, Program, Straight
 from jturnip.programs.refusals import explained, refusal_of_budget, refusal_that_is_true
@@ -440,7 +440,8 @@ class Lowered:
         """The program of a call after others with the same arrays in host memory."""
         if not self._keeps:
             return program
-        return keeping(program, self.gpu_bytes, self._how(None))
+        there = self._wanted.places(on_host=False)
+        return keeping(program, self.gpu_bytes, self._how(None), there)
 
     def _trials(self) -> Trials:
         """What trying tasks out may take while nothing of the function runs.
@@ -499,7 +500,9 @@ class Lowered:
                 again = None
                 if self._keeps:
                     program = self._with_kept(once)
-                    again = functools.partial(_again, once, self.gpu_bytes, how, link)
+                    there = self._wanted.places(on_host=False)
+                    budget = self.gpu_bytes
+                    again = functools.partial(_again, once, budget, how, link, there)
                 self._warn_of_useless_donations()
                 piece = make_outermost(program, link)
                 back = self._coming_back(program)
@@ -519,6 +522,7 @@ class Lowered:
                     self._arguments_there((Whose.CALLER_DEVICE,)),
                     sum(program.constants.values()) + placement.MARKS,
                     trials.peak_bytes,
+                    bytes_at_end(program, self._wanted.places(on_host=False)),
                     self._in_places,
                     self._arguments_there((Whose.CALLER_HOST,)),
                     again,
@@ -689,10 +693,11 @@ def _again(
     gpu_bytes: int,
     how: How,
     link: SimulatedLink | None,
+    on_device: frozenset[int],
     not_kept: frozenset[int],
 ) -> Outermost:
     """What runs a program that keeps some arguments between calls, but not these."""
-    return make_outermost(keeping(program, gpu_bytes, how, not_kept), link)
+    return make_outermost(keeping(program, gpu_bytes, how, on_device, not_kept), link)
 
 
 def _forwardable(arguments: Arguments) -> frozenset[int]:

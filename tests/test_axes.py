@@ -208,6 +208,17 @@ def total_of_states(h: Any, w: Any) -> Any:
     return total / h.size
 
 
+def states_that_were_counted(h: Any, w: Any) -> Any:
+    """As a sampler counts what it accepts."""
+
+    def step(carried: Any, _: Any) -> Any:
+        h, count = carried
+        h = jnp.tanh(w @ h)
+        return (h, 2 * count + (h > 0).sum(1)), None
+
+    return lax.scan(step, (h, jnp.arange(w.shape[0])), None, length=4)[0]
+
+
 def states_row_by_row(h: Any, w: Any) -> Any:
     """Each iteration writes one row of what no other iteration touches."""
 
@@ -289,6 +300,10 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...]]] = {
     "sums of states": (sums_of_states, (numbers(16, 2048), numbers(16, 16) / 4)),
     "gradients of a total of states": (
         jax.grad(total_of_states, (0, 1)),
+        (numbers(16, 2048), numbers(16, 16) / 4),
+    ),
+    "states that were counted": (
+        states_that_were_counted,
         (numbers(16, 2048), numbers(16, 16) / 4),
     ),
     "states row by row": (states_row_by_row, (numbers(16, 2048), numbers(16, 16) / 4)),

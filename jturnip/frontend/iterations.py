@@ -227,7 +227,12 @@ def _is_linear(e: Equation, sums: Collection[int], flat: FlatJaxpr) -> bool:
     read = [isinstance(v, int) and v in sums for v in e.inputs]
     if not any(read):
         return True
-    if not all(jnp.issubdtype(t.dtype, jnp.inexact) for t in _types(e, flat)):
+    dtypes = [t.dtype for t in _types(e, flat)]
+    counts = any(jnp.issubdtype(dtype, jnp.integer) for dtype in dtypes)
+    if not counts and not all(jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes):
+        return False
+    # Counts wrap around, which other types and quotients of them do not.
+    if counts and (len(set(dtypes)) > 1 or e.name == "div"):
         return False
     if e.name in ("mul", "dot_general"):
         return sum(read) == 1

@@ -133,7 +133,10 @@ class Wrapped:
     """A function under `jturnip.jit`."""
 
     def __init__(self, fn: Callable[..., Any], options: Options, keywords: dict[str, Any]):
-        functools.update_wrapper(self, fn)
+        # As `update_wrapper` does, but what a callable object has of its own hides nothing.
+        own = getattr(fn, "__dict__", {}).items()
+        self.__dict__.update((k, v) for k, v in own if not hasattr(Wrapped, k))
+        functools.update_wrapper(self, fn, updated=())
         self._fn, self._options, self._keywords = fn, options, keywords
         # For tracing, where arrays lie does not count; where it is inlined it does.
         self._jitted: Any = jax.jit(fn, **keywords)

@@ -153,7 +153,8 @@ class Flat(Statics):
 def _leaf_key(leaf: Any) -> Hashable:
     if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         weak = getattr(leaf, "weak_type", False)
-        return (leaf.shape, leaf.dtype, weak, leaf.sharding)
+        committed = getattr(leaf, "committed", None)
+        return (leaf.shape, leaf.dtype, weak, leaf.sharding, committed)
     if isinstance(leaf, np.ndarray):
         return (leaf.shape, leaf.dtype, None)
     if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):

@@ -306,6 +306,13 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...]]] = {
         states_that_were_counted,
         (numbers(16, 2048), numbers(16, 16) / 4),
     ),
+    "extremes of eight bits": (
+        lambda x: [
+            reduce(jnp.tanh(x[:, None] * x).astype(jnp.float8_e4m3fn), (0, 1))
+            for reduce in (lax.reduce_max, lax.reduce_min)
+        ],
+        (numbers(200),),
+    ),
     "states row by row": (states_row_by_row, (numbers(16, 2048), numbers(16, 16) / 4)),
 }
 

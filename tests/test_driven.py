@@ -21,6 +21,7 @@ from checks import (
 )
 from jax import lax
 from jax.experimental import io_callback
+from watch import Watch
 
 import jturnip
 from jturnip.models import llama
@@ -514,3 +515,118 @@ def test_very_many_turns_of_a_loop_are_counted(monkeypatch: pytest.MonkeyPatch):
     assert report is not None
     assert len(report.order) == 10
     assert report.not_in_order >= 40
+
+
+# --- What passes in and out of loops and branches.
+
+
+def test_a_loop_whose_condition_vmap_made_many_goes_on_while_one_does():
+    scales = np.logspace(-2, 1, 8, dtype=np.float32)[:, None, None]
+    xs = np.random.default_rng(0).normal(size=(8, 8, 128)).astype(np.float32) * scales
+
+    def fn(weights: Any, xs: Any) -> Any:
+        goes_on = lambda x: jnp.abs(x).max() > 1e-4
+        one = lambda x: lax.while_loop(goes_on, lambda x: tower(weights, x) / 16, x)
+        return jax.vmap(one)(xs)
+
+    f = jturnip.jit(fn, 5 * LAYER)
+    assert_same(f(*jturnip.host((WEIGHTS, xs))), jax.jit(fn)(WEIGHTS, xs), ulps=64)
+    assert f.last_run.strategy == "driven"
+
+
+def test_what_a_loop_that_never_runs_was_given_twice_are_two_arrays():
+    x = np.random.default_rng(0).normal(size=(512, 128)).astype(np.float32)
+
+    def fn(n: Any, x: Any) -> Any:
+        body = lambda s: (s[0] + 1, jnp.tanh(s[1] * 0.5 + s[2]), s[2] - s[1])
+        y = jnp.sin(x) * 2
+        _, a, b = lax.while_loop(lambda s: s[0] < n, body, (0, y, y))
+        return a * 2 + b
+
+    for n in (2, 0):
+        f = jturnip.jit(fn, int(3.3 * x.nbytes))
+        assert_same(f(np.int32(n), jturnip.host(x)), jax.jit(fn)(n, x), ulps=64)
+        assert f.last_run.strategy == "driven"
+
+
+def test_a_branch_may_return_what_another_has_in_host_memory():
+    z = np.random.default_rng(0).normal(size=(512, 128)).astype(np.float32)
+
+    def fn(p: Any, weights: Any, z: Any) -> Any:
+        y = jnp.tanh(z @ weights[0])
+        deep = lambda y, z: tower([*weights] * 3, y + z)
+        x = lax.cond(p > 0, lambda y, z: y, deep, y, z)
+        return jnp.tanh(x @ weights[1]).sum(0), jnp.cos(x @ weights[2]).sum(0)
+
+    for p in (0, 1):
+        f = jturnip.jit(fn, 5 * z.nbytes, donate_argnums=2)
+        found = f(p, jturnip.host(WEIGHTS), jturnip.host(z))
+        assert_same(found, jax.jit(fn)(p, WEIGHTS, z), ulps=256)  # sums of 512
+
+
+def generated(k: float) -> Any:
+    """A branch that reads nothing."""
+
+    def branch() -> Any:
+        at = lambda *shape: lax.iota(jnp.float32, shape[0] * shape[1]).reshape(shape)
+        x = made = jnp.sin(at(512, 128) * k)
+        for n in range(8):
+            x = jnp.tanh(x @ (jnp.cos(at(128, 128) * (n + k)) / 128)) + made
+        return x
+
+    return branch
+
+
+def test_branches_without_operands_may_share_their_number():
+    def fn(x: Any) -> Any:
+        k = jnp.argmax(x).astype(jnp.int32)
+        a = lax.switch(k, [generated(0.1), generated(0.2)])
+        return a.sum(0) + lax.switch(k, [generated(0.3), generated(0.4)]).sum(0)
+
+    x = np.array([0, 1, 0], np.float32)
+    f = jturnip.jit(fn, 4 * 512 * 128 * 4)
+    assert_same(f(x), jax.jit(fn)(x), ulps=1024)  # sums, of cosines of large numbers
+    assert f.last_run.strategy == "driven"
+
+
+def test_what_a_branch_does_not_read_is_in_the_account():
+    x, z = np.random.default_rng(0).normal(size=(2, 512, 128)).astype(np.float32)
+
+    def fn(p: Any, weights: Any, x: Any, z: Any) -> Any:
+        def deep(ys: Any, z: Any) -> Any:  # reads none of `ys`
+            steps = []
+            for w in weights:
+                z = jnp.tanh(z @ w)
+                steps.append(z)
+            for w, step in zip(weights, reversed(steps), strict=True):
+                z = jnp.sin((z * step) @ w)
+            return z
+
+        ys = [jnp.tanh(x @ w) for w in weights[:3]]
+        return lax.cond(p > 0, deep, lambda ys, z: ys[0] + ys[1] * ys[2], ys, z).sum(0)
+
+    hosted = 1, *jturnip.host((WEIGHTS, x, z))
+    f = jturnip.jit(fn, 6 * x.nbytes)
+    with Watch() as watch:
+        f(*hosted)
+    assert max(watch.peak_bytes, f.last_run.peak_bytes) <= 6 * x.nbytes
+
+
+def test_what_a_body_only_writes_is_in_the_account():
+    def fn(n: Any, weights: Any, x: Any) -> Any:
+        def body(state: Any) -> Any:
+            i, x, _ = state
+            x = tower(weights, x)
+            return i + 1, x, jnp.outer(x[0], jnp.arange(512.0)) + 1
+
+        begin = 0, x, jnp.zeros((128, 512))
+        return lax.while_loop(lambda state: state[0] < n, body, begin)[1:]
+
+    budget = 750_000
+    hosted = np.int32(3), *jturnip.host(([*WEIGHTS] * 4, X))
+    f = jturnip.jit(fn, budget)
+    with Watch() as watch:
+        found = f(*hosted)
+    assert f.last_run.strategy == "driven"
+    assert_same(found, jax.jit(fn)(3, [*WEIGHTS] * 4, X), ulps=64)
+    assert max(watch.peak_bytes, f.last_run.peak_bytes) <= budget

@@ -1,5 +1,6 @@
 """A split call returns when nothing of the run needs Python any more."""
 
+import functools
 import gc
 import subprocess
 import sys
@@ -227,3 +228,17 @@ def test_room_is_made_by_waiting_for_the_rest():
         turn.alone(None)
         turn.alone(None)
     assert order == ["finished"]
+
+
+def test_runs_that_are_over_are_forgotten():
+    weights = [jturnip.host(np.ones((128, 128), np.float32)) for _ in range(4)]
+    f = jturnip.jit(lambda ws, x: functools.reduce(jnp.matmul, ws, x), 3 * 65536)
+    x = jnp.ones((8, 128))
+    for _ in range(3):
+        jax.block_until_ready(f(weights, x))
+    assert f.last_run.strategy != "whole"
+    before = len(Rest._all)
+    for _ in range(20):
+        jax.block_until_ready(f(weights, x))
+    _ = f.last_run
+    assert len(Rest._all) <= before + 1

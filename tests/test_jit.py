@@ -909,3 +909,26 @@ def test_what_stages_tell(strategy):
         assert stage.cost_analysis()["flops"] > 64**3
     assert lowered.args_info[1]["y"].shape == (64, 64)
     assert compiled.input_shardings[1]["y"].memory_kind == "device"
+
+
+def test_a_callable_object_hides_nothing():
+    class Scaled:
+        def __init__(self) -> None:
+            self._transform = self.lower = np.full(3, 2.0, np.float32)
+            self.scale = 3
+
+        def __call__(self, x: Any) -> Any:
+            return jnp.sum(x * self._transform)
+
+    f = jturnip.jit(Scaled(), "1MiB")
+    assert f.scale == 3
+    np.testing.assert_array_equal(jax.grad(f)(np.ones(3, np.float32)), [2, 2, 2])
+    assert f.lower(np.ones(3, np.float32)).plan.strategy == "whole"
+
+
+def test_a_number_may_be_donated_in_the_place_of_an_array_in_host_memory():
+    host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    options = {"in_shardings": (host, host), "donate_argnums": (0, 1)}
+    f = jturnip.jit(lambda x, s: (x * s, s + 1), "1MiB", **options)
+    product, more = f(np.ones(8, np.float32), 2.0)
+    assert (float(np.sum(product)), float(more)) == (16, 3)

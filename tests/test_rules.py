@@ -192,6 +192,16 @@ POSITIONAL: dict[str, Callable[..., Any]] = {
     "a column written": lambda x: lax.dynamic_update_slice(x, x[:, :1], (0, 5, 0)),
     "a corner written": lambda x: lax.dynamic_update_slice(x, -x[:3, :2, :4], (4, 1, 2)),
     "written after the end": lambda x: lax.dynamic_update_slice(x, -x[:3], (99, 0, 0)),
+    "read by signed 8 bits": lambda x: lax.dynamic_slice(
+        jnp.tile(x, (70, 1, 1)), tuple(map(jnp.int8, (100, 0, 0))), (200, 6, 8)
+    ),
+    "numbered in 16 bits": lambda x: (
+        lax.iota(jnp.bfloat16, 2000) + x[0, 0, 0].astype(jnp.bfloat16)
+    ),
+    "rows with signs": lambda x: 1 / (x * 0 * jnp.sign(x))[jnp.array([1, 5, 7, 0])],
+    "largest of windows that overlap": lambda x: lax.reduce_window(
+        x, -jnp.inf, lax.max, (3, 1, 3), (1, 1, 1), "SAME"
+    ),
     "written by 8 bits": lambda x: lax.dynamic_update_slice(
         jnp.tile(x, (30, 1, 1)), x[:2], tuple(map(jnp.uint8, (230, 0, 0)))
     ),

@@ -303,3 +303,14 @@ def test_a_slice_whose_start_is_not_known(start):
     found = tables.read_rows(eqn, small, np.asarray(start), np.asarray(0))
     (expected,) = bind(eqn, (jnp.asarray(small), jnp.int32(start), jnp.int32(0)))
     np.testing.assert_array_equal(found, np.asarray(expected))
+
+
+@pytest.mark.parametrize("at", [5, 10**6])
+@pytest.mark.parametrize("width", [(), (128,)])
+def test_one_row_by_its_number(at: int, width: tuple[int, ...]):
+    """Also one that is not there, and one number of a vector."""
+    shape = (4096, *width) if width else (1 << 19,)
+    table = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    fn = lambda table, i: jnp.take(table, i, axis=0) * jnp.arange(128.0) + 1
+    found = jturnip.jit(fn, "512KiB")(jturnip.host(table), np.int32(at))
+    np.testing.assert_array_equal(found, jax.jit(fn)(table, at))

@@ -23,7 +23,6 @@ from jturnip.frontend.values import Constant, Equation, FlatJaxpr, Type, bind
 # Primitive → what of its parameters is different for parts.
 _OTHER: dict[str, Callable[[Equation, Sequence[Any], tuple[int, ...]], Any]] = {
     "broadcast_in_dim": lambda e, operands, shape: {"shape": shape},
-    "iota": lambda e, operands, shape: {"shape": shape},
     "reshape": lambda e, operands, shape: {"new_sizes": shape},
 }
 _PRODUCTS = frozenset(["dot_general", "conv_general_dilated", "ragged_dot_general"])
@@ -64,11 +63,6 @@ def _apply(
     for result, shape in zip(results, shapes, strict=True):
         if result.shape != shape:
             raise TypeError(f"{e.name} of parts has shape {result.shape}, not {shape}")
-    if e.name == "iota" and along.result is not None:
-        dim, scale = along.result
-        if e.origin.params["dimension"] == dim:
-            offset = lax.convert_element_type(low * scale, results[0].dtype)
-            results = [results[0] + offset]
     return results
 
 
@@ -105,7 +99,7 @@ def _sliced(
         first = params["start_indices"][dim]
     else:
         most = operand.shape[dim] - e.origin.outvars[0].aval.shape[dim]
-        first = jnp.clip(operands[1 + dim], 0, most)
+        first = jnp.clip(_wide(operands[1 + dim]), 0, most)
     if e.name == "dynamic_slice":
         starts = list(map(_wide, operands[1:]))
         begin = lax.convert_element_type(low * scale, starts[dim].dtype)
@@ -291,13 +285,16 @@ def _gathered(
     (found,) = bind(e.origin, (part, local), slice_sizes=tuple(params["slice_sizes"]))
     dims = [d for d in range(len(shape)) if d not in numbers.offset_dims]
     spread = lambda mask: lax.broadcast_in_dim(mask, shape, dims)
+    # What is added to it stays as it is, -0.0 too.
+    is_float = jnp.issubdtype(found.dtype, jnp.floating)
+    zero = lax.full_like(found, -0.0 if is_float else 0)
     if mode == lax.GatherScatterMode.FILL_OR_DROP:
         # What is nowhere is filled in with the first part.
         nowhere = (wanted < 0) | (wanted >= whole[dim])
         (filled,) = bind(e.origin, (part, _column(local, column, lambda x: x * 0 - 1)))
-        nothing = lax.select(spread(nowhere & (begin == 0)), filled, jnp.zeros_like(found))
+        nothing = lax.select(spread(nowhere & (begin == 0)), filled, zero)
     else:
-        nothing = jnp.zeros_like(found)
+        nothing = zero
     return lax.select(spread(there), found, nothing)
 
 
@@ -332,6 +329,22 @@ def _scattered(
     return result
 
 
+def _numbered(
+    e: Equation,
+    operands: Sequence[Any],
+    shape: tuple[int, ...],
+    along: Along,
+    low: Any,
+) -> Any:
+    """A part of an iota: rounded once, as the whole is."""
+    dtype, number = e.origin.params["dtype"], e.origin.params["dimension"]
+    if along.result is None or along.result[0] != number:
+        return lax.broadcasted_iota(dtype, shape, number)
+    begin = lax.convert_element_type(low * along.result[1], np.uint32)
+    positions = lax.broadcasted_iota(np.uint32, shape, number) + begin
+    return lax.convert_element_type(positions, dtype)
+
+
 # What gives other results at other positions.
 _BY_POSITION: dict[
     str, Callable[[Equation, Sequence[Any], tuple[int, ...], Along, Any], Any]
@@ -339,6 +352,7 @@ _BY_POSITION: dict[
     "gather": _gathered,
     **dict.fromkeys(SCATTERS, _scattered),
     "random_bits": _random_bits,
+    "iota": _numbered,
     "slice": _sliced,
     "dynamic_slice": _sliced,
     "dynamic_update_slice": _updated,
@@ -378,10 +392,14 @@ def _nothing(how: str, t: Type) -> Any:
             value: Any = not least
         elif jnp.issubdtype(dtype, jnp.floating):
             value = -np.inf if least else np.inf
+            if not np.isinf(np.asarray(value).astype(dtype)):  # 8 bits have none
+                value = jnp.finfo(dtype).min if least else jnp.finfo(dtype).max
         else:
             value = jnp.iinfo(dtype).min if least else jnp.iinfo(dtype).max
     else:
         value = {"add": 0, "mul": 1, "or": 0, "xor": 0, SAME: 0}.get(how)
+        if how == "add" and jnp.issubdtype(dtype, jnp.floating):
+            value = -0.0  # what is added to it stays as it is, -0.0 too
         if how == "and":
             value = np.invert(np.zeros((), dtype))
         elif dtype == np.dtype(bool):

@@ -90,6 +90,32 @@ def sliced_aside(eqn: Any, rows: int) -> Any:
     return jax.make_jaxpr(lambda array: bind(eqn, (array,), **changed))(struct)
 
 
+def as_one(eqn: Any) -> Any:
+    """A jaxpr that does what a `while` does whose condition says for each of several
+    whether it goes on, as `vmap` makes it: with one that goes on while any does, and hands
+    on the others as they are."""
+    closed, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
+    goes_on, iterate = map(jax.extend.core.jaxpr_as_fun, (closed, body))
+    of_condition, of_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+
+    def function(*operands: Any) -> Any:
+        first, operands = operands[:of_condition], operands[of_condition:]
+        consts, carried = operands[:of_body], operands[of_body:]
+
+        def step(carried: Any) -> Any:
+            (on,) = goes_on(*first, *carried)
+            dims = tuple(range(on.ndim))
+            return tuple(
+                lax.select(lax.broadcast_in_dim(on, x.shape, dims), new, x)
+                for new, x in zip(iterate(*consts, *carried), carried, strict=True)
+            )
+
+        any_goes_on = lambda carried: jnp.any(goes_on(*first, *carried)[0])
+        return lax.while_loop(any_goes_on, step, tuple(carried))
+
+    return jax.make_jaxpr(function)(*(Type.of(v.aval).struct() for v in eqn.invars))
+
+
 @functools.lru_cache(maxsize=1024)
 def copying(t: Type) -> Any:
     """One equation that copies."""

@@ -278,9 +278,10 @@ def read_rows(eqn: Any, table: np.ndarray, *indices: np.ndarray) -> np.ndarray:
     params = eqn.params
     chosen = indices[0][..., 0].astype(np.int64)
     inside = (chosen >= 0) & (chosen < length)
-    rows = table[np.clip(chosen, 0, length - 1)]
+    rows = table[np.clip(chosen.reshape(-1), 0, length - 1)]  # new, also if it is one
     if params["mode"] == lax.GatherScatterMode.FILL_OR_DROP and not inside.all():
-        rows[~inside] = _filling(params.get("fill_value"), table.dtype)
+        rows[~inside.reshape(-1)] = _filling(params.get("fill_value"), table.dtype)
+    rows = rows.reshape((*chosen.shape, *table.shape[1:]))
     offsets = tuple(params["dimension_numbers"].offset_dims)
     batch = chosen.ndim
     return np.moveaxis(rows, range(batch, rows.ndim), offsets)

@@ -2,13 +2,14 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from jturnip.errors import DoesNotFit
 from jturnip.frontend import tables
 from jturnip.frontend.inline import Condition
 from jturnip.frontend.values import Equation
 from jturnip.placement import Arguments, Budget
+from jturnip.programs import places
 from jturnip.programs.chains import CARRIED, Held, arguments_of, bytes_on_device, together
 from jturnip.programs.records import (
     Chain,
@@ -74,6 +75,8 @@ def _loop(
     # What the body returns as it is stays in its own place: so it is the loop's for good.
     given = {i + 1: len(constants) + i for i in range(len(carried))}
     often = dataclasses.replace(how, repeated=True)
+    of_state = lambda program: _unread_bytes(program, state, len(carried))
+    unread = 0
     while True:
         state = [
             dataclasses.replace(h, on_host=away, ours=True)
@@ -83,7 +86,13 @@ def _loop(
         to_host = frozenset([0, *(i + 1 for i, away in enumerate(on_host) if away)])
         try:
             body = make_program(
-                params["body_jaxpr"], given, own, budget, often, to_host, condition
+                params["body_jaxpr"],
+                given,
+                own,
+                budget.beside(unread),
+                often,
+                to_host,
+                condition,
             )
         except DoesNotFit:
             if all(on_host):
@@ -93,14 +102,20 @@ def _loop(
         moved = [
             i for i, away in enumerate(body.ends_on_host[1:]) if away and not on_host[i]
         ]
-        if not moved:
-            break
         for i in moved:
             on_host[i] = True
+        if not moved and of_state(body) <= unread:
+            break
+        unread = of_state(body)
     asked = arguments_of(arguments, [*constants[:of_condition], *(h.kept() for h in state)])
     beside = bytes_on_device(constants[of_condition:])
     left = budget.beside(beside)
     begin = make_program(params["cond_jaxpr"], (), asked, left, how, frozenset([0]))
+    unasked = of_state(begin)
+    if unasked:
+        left = left.beside(unasked)
+        begin = make_program(params["cond_jaxpr"], (), asked, left, how, frozenset([0]))
+    beside += unasked
     used_up = _used_up(body)[of_condition + of_body :]
     plan = together([("condition", begin.plan), ("body", body.plan)], room)
     everything = sum(all_constants((begin, body)).values())
@@ -108,12 +123,23 @@ def _loop(
     peak = max(
         bytes_on_device([*constants, *carried]),  # before any is put in its place
         begin.plan.peak_bytes + beside + staying + lacking(begin),
-        body.plan.peak_bytes + staying + lacking(body),
+        body.plan.peak_bytes + staying + unread + lacking(body),
     )
     plan = dataclasses.replace(plan, peak_bytes=peak)
     if isinstance(body, Straight):
         plan = dataclasses.replace(plan, h2d_bytes=plan.h2d_bytes + body.resident_bytes)
-    return Loop(plan, of_condition, of_body, begin, body, tuple(on_host), used_up)
+    used = tuple(on_host), used_up, (unasked, unread)
+    return Loop(plan, of_condition, of_body, begin, body, *used)
+
+
+def _unread_bytes(program: Program, held: Sequence[Held], last: int) -> int:
+    """Device bytes of the last so many arguments that a program does not read: they are
+    there while it runs, and its plan does not know them."""
+    if not isinstance(program, Straight | Chain):
+        return 0
+    ignored = places.unread(program.flat)
+    inputs = program.flat.inputs[-last:] if last else ()
+    return bytes_on_device(h for v, h in zip(inputs, held, strict=True) if v in ignored)
 
 
 def _carried_on_host(carried: Sequence[Held], room: int) -> list[bool]:
@@ -153,20 +179,35 @@ def _choice(
     index, *operands = operands
     beside = bytes_on_device([index])
     own = arguments_of(arguments, operands)
-    given = [i for i, h in enumerate(operands) if h.ours]
     to_host: frozenset[int] = frozenset()
+
+    def made(branch: Any) -> tuple[Program, int]:
+        # What is returned as it is stays where it is, also where a result ends elsewhere.
+        given = [i for i, h in enumerate(operands) if h.ours and (h.on_host or not to_host)]
+        unread = 0
+        while True:
+            left = budget.beside(beside + unread)
+            program = make_program(branch, given, own, left, how, to_host)
+            found = _unread_bytes(program, operands, len(operands))
+            if found <= unread:
+                return program, unread
+            unread = found
+
     while True:
-        branches = tuple(
-            make_program(branch, given, own, budget.beside(beside), how, to_host)
-            for branch in equation.origin.params["branches"]
-        )
+        both = list(map(made, equation.origin.params["branches"]))
+        branches = tuple(program for program, _ in both)
+        unread = tuple(nbytes for _, nbytes in both)
         ends = [b.ends_on_host for b in branches]
         away = frozenset(i for one in ends for i, on_host in enumerate(one) if on_host)
         if away == to_host:
             break
         to_host = away
-    places = tuple(i in to_host for i in range(len(equation.origin.outvars)))
+    on_host = tuple(i in to_host for i in range(len(equation.origin.outvars)))
     plan = together([(f"branch {i}", b.plan) for i, b in enumerate(branches)], budget.room)
     everything = sum(all_constants(branches).values()) + beside
-    peak = max(b.plan.peak_bytes + everything - sum(b.constants.values()) for b in branches)
-    return Choice(dataclasses.replace(plan, peak_bytes=peak), branches, places)
+    peak = max(
+        b.plan.peak_bytes + everything - sum(b.constants.values()) + nbytes
+        for b, nbytes in both
+    )
+    plan = dataclasses.replace(plan, peak_bytes=peak)
+    return Choice(plan, branches, on_host, unread)

@@ -176,6 +176,8 @@ class Loop:
     # uses up the array it is given.
     on_host: tuple[bool, ...]
     used_up: tuple[bool, ...]
+    # Device bytes of what is carried that the condition, and the body, do not read.
+    unread: tuple[int, int]
 
     @property
     def ends_on_host(self) -> tuple[bool, ...]:
@@ -197,6 +199,8 @@ class Choice:
     plan: Plan
     branches: tuple["Program", ...]
     ends_on_host: tuple[bool, ...]
+    # Device bytes of the arguments that each branch does not read.
+    unread: tuple[int, ...]
 
     @property
     def constants(self) -> Constants:

@@ -74,6 +74,8 @@ class LoopRunner:
         both = sum(loop.constants.values())
         self._beside_condition = both - sum(loop.condition.constants.values())
         self._beside_body = both - sum(loop.body.constants.values())
+        self._beside_condition += loop.unread[0]
+        self._beside_body += loop.unread[1]
 
     def leave(self) -> None:
         self._condition.leave()
@@ -108,9 +110,14 @@ class LoopRunner:
             stay = frozenset(i + len(constants) for i in kept)
             goes_on, *carried = run_body(arguments, stay)
             gathered.add(_ran(self._body), first_of_body, staying + self._beside_body)
+            before = arguments[len(constants) :]
+            # What the body did not read nobody has let go of.
+            for i in set(range(len(before))) - kept:
+                if all(before[i] is not array for array in carried):
+                    before[i].delete()
             # What came back as it was is still the caller's.
-            kept = {i for i in kept if carried[i] is arguments[i + len(constants)]}
-            del arguments
+            kept = {i for i in kept if carried[i] is before[i]}
+            del arguments, before
         self.last_run = gathered.report(resident)
         return carried
 
@@ -153,7 +160,11 @@ class ChoiceRunner:
         self.last_run: RunReport | None = None
         self._branches = [make_piece(branch, link) for branch in choice.branches]
         total = sum(choice.constants.values())
-        self._beside = [total - sum(b.constants.values()) for b in choice.branches]
+        # What is there beside each branch, of closed-over arrays and of its own arguments.
+        self._beside = [
+            total - sum(b.constants.values()) + unread
+            for b, unread in zip(choice.branches, choice.unread, strict=True)
+        ]
 
     def leave(self) -> None:
         for branch in self._branches:
@@ -163,7 +174,7 @@ class ChoiceRunner:
         index, *operands = leaves
         chosen = min(max(int(np.asarray(index)), 0), len(self._branches) - 1)
         branch = self._branches[chosen]
-        results = branch.run(operands, frozenset(i - 1 for i in keep))
+        results = branch.run(operands, frozenset(i - 1 for i in keep if i))
         beside = self._beside[chosen] + device_bytes([index])
         gathered = Gathered()
         before = sum(b.plan.op_count for b in self._branches[:chosen])
@@ -196,7 +207,7 @@ class RowsRunner:
             result = memory.from_numpy(contents, host) if taken is None else taken
         else:
             read = tables.read_rows(self._rows.eqn, memory.view(table), *arrays)
-            result = memory.from_numpy(np.ascontiguousarray(read), host)
+            result = memory.from_numpy(np.require(read, requirements="C"), host)
             if 0 not in keep:
                 table.delete()
         for i, array in enumerate(others, start=1):
@@ -327,14 +338,15 @@ class ChainRunner:
         del arguments
         for v in over - values.theirs:
             values.arrays.pop(v, None)
+        passed_on: set[int] = set()
         for v, array in zip(stage.writes, results, strict=True):
             before = given.get(id(array))
             if before is not None:
-                if before in values.arrays:
+                if before in values.arrays or before in passed_on:
                     array = memory.copy(array)
                 elif before in values.may_share:
                     values.may_share.add(v)
-                given.pop(id(array), None)
+                passed_on.add(before)
             if v not in stage.unread:
                 values.arrays[v] = array
         return beside

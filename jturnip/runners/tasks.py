@@ -4,10 +4,11 @@ import contextlib
 import dataclasses
 import enum
 import functools
+import itertools
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -309,7 +310,8 @@ class Rest:
 
     # No more than so many are left unfinished: each has slots of its own.
     MOST = 32
-    _all: ClassVar[list["weakref.ref[Rest]"]] = []
+    _all: ClassVar[dict[int, "weakref.ref[Rest]"]] = {}
+    _numbers: ClassVar[Iterator[int]] = itertools.count()
 
     def __init__(
         self,
@@ -324,19 +326,17 @@ class Rest:
         self._beside_bytes = beside_bytes
         self._report: RunReport | None = None
         self._lock = threading.Lock()
-        self._all.append(weakref.ref(self))
+        self._number = number = next(self._numbers)
+        self._all[number] = weakref.ref(self, lambda _: Rest._all.pop(number, None))
 
     @classmethod
     def finish_some(cls) -> None:
         """Finishes those that are over, and the oldest of too many."""
-        refs = list(cls._all)
+        refs = [ref for _, ref in sorted(cls._all.copy().items())]
         for at, ref in enumerate(refs):
             rest = ref()
             if rest is not None:
                 rest.finish(wait=at < len(refs) - cls.MOST)
-            if rest is None or rest._unfinished is None:
-                with contextlib.suppress(ValueError):  # another thread may be at it too
-                    cls._all.remove(ref)
 
     def finish(self, wait: bool = True) -> RunReport | None:
         """Waits for the end, or without that only looks whether it has come.
@@ -357,15 +357,19 @@ class Rest:
                 return
             report = running.finish()
         except BaseException as error:
-            self._unfinished = None
+            self._over()
             self._marks.close()
             let_go(error, outer)
             if isinstance(error, Exception) and not is_interrupt(error):
                 return
             raise
-        self._unfinished = None
+        self._over()
         return_marks(self._marks)
         self._report = _with_bytes(report, self._beside_bytes)
+
+    def _over(self) -> None:
+        self._unfinished = None
+        self._all.pop(self._number, None)
 
 
 def _with_bytes(report: RunReport, more: int) -> RunReport:

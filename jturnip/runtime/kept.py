@@ -5,6 +5,7 @@ An array of JAX's never changes, so its copy is good for as long as the same obj
 When that is gone, so is its copy.
 """
 
+import threading
 import weakref
 from collections.abc import Collection, Hashable
 from typing import Any, TypeAlias
@@ -25,7 +26,8 @@ class Kept:
     def __init__(self) -> None:
         # By the id of the source, which is alive while there is an entry, and the part.
         self._copies: dict[tuple[int, Hashable], tuple[weakref.ref[Any], jax.Array]] = {}
-        _all.add(self)
+        with _lock:
+            _all.add(self)
 
     def __bool__(self) -> bool:
         """Whether anything is kept."""
@@ -73,13 +75,14 @@ class Kept:
     def make_way(self, device: Device, nbytes: int) -> None:
         """Before a call of the function that may take `nbytes` in all: where the device has
         not so much left, other functions let go of what they keep."""
-        if not any(kept for kept in list(_all) if kept is not self):
+        with _lock:  # others may be made meanwhile
+            others = [kept for kept in _all if kept is not self]
+        if not any(others):
             return
         left = placement.unused_device_bytes(device)
         if left is not None and left + self.nbytes < nbytes:
-            for kept in list(_all):
-                if kept is not self:
-                    kept.clear()
+            for kept in others:
+                kept.clear()
 
 
 def _key(source: Source) -> tuple[int, Hashable]:
@@ -88,3 +91,4 @@ def _key(source: Source) -> tuple[int, Hashable]:
 
 
 _all: "weakref.WeakSet[Kept]" = weakref.WeakSet()
+_lock = threading.Lock()

@@ -549,6 +549,7 @@ def test_what_a_loop_that_never_runs_was_given_twice_are_two_arrays():
         assert f.last_run.strategy == "driven"
 
 
+@pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
 def test_a_branch_may_return_what_another_has_in_host_memory():
     z = np.random.default_rng(0).normal(size=(512, 128)).astype(np.float32)
 

@@ -83,6 +83,7 @@ def _loop(
             for h, away in zip(carried, on_host, strict=True)
         ]
         own = arguments_of(arguments, [*constants, *state])
+        unread = min(unread, bytes_on_device(state))
         to_host = frozenset([0, *(i + 1 for i, away in enumerate(on_host) if away)])
         try:
             body = make_program(

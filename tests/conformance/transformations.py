@@ -48,7 +48,7 @@ def vmap_of_a_tree():
     return Case(fn, (tree, normal(64, 64)))
 
 
-@program(one_task("while"))
+@program()
 def vmap_of_a_while_loop():
     def fn(xs, w):
         far = lambda s: jnp.abs(s).max() > 0.1

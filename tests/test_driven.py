@@ -631,3 +631,27 @@ def test_what_a_body_only_writes_is_in_the_account():
     assert f.last_run.strategy == "driven"
     assert_same(found, jax.jit(fn)(3, [*WEIGHTS] * 4, X), ulps=64)
     assert max(watch.peak_bytes, f.last_run.peak_bytes) <= budget
+
+
+def test_keys_pass_through_branches_within_loops():
+    """What a branch hands on as it is may come back as another object of the same bytes."""
+
+    def fn(weights: Any, x: Any, y: Any, key: Any) -> Any:
+        def body(state: Any) -> Any:
+            n, x, y, key = state
+
+            def noisy(x: Any, y: Any, key: Any) -> Any:
+                key, one = jax.random.split(key)
+                return tower(weights, x) + jax.random.normal(one, x.shape), y, key
+
+            quiet = lambda x, y, key: (tower(weights[::-1], x), y, key)
+            return n + 1, *lax.cond(n % 4 == 3, noisy, quiet, x, y, key)
+
+        return lax.while_loop(lambda state: state[0] < 8, body, (0, x, y, key))
+
+    y, key = X[:1] + 1, jax.random.key(0)
+    for budget in (4 * LAYER, 5 * LAYER):
+        found = jturnip.jit(fn, budget, strategy="turnip")(WEIGHTS, X, y, key)
+        expected = jax.jit(fn)(WEIGHTS, X, y, key)
+        assert_same(found[:3], expected[:3], ulps=64)
+        assert (jax.random.key_data(found[3]) == jax.random.key_data(expected[3])).all()

@@ -1,7 +1,7 @@
 """Loops and branches that are driven, and rows that the host reads and writes."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeAlias
 
 from jturnip.errors import DoesNotFit
@@ -75,7 +75,7 @@ def _loop(
     # What the body returns as it is stays in its own place: so it is the loop's for good.
     given = {i + 1: len(constants) + i for i in range(len(carried))}
     often = dataclasses.replace(how, repeated=True)
-    of_state = lambda program: _unread_bytes(program, state, len(carried))
+    of_state = lambda program: _bytes_at(_unread(program, len(carried)), state)
     unread = 0
     while True:
         state = [
@@ -83,7 +83,6 @@ def _loop(
             for h, away in zip(carried, on_host, strict=True)
         ]
         own = arguments_of(arguments, [*constants, *state])
-        unread = min(unread, bytes_on_device(state))
         to_host = frozenset([0, *(i + 1 for i, away in enumerate(on_host) if away)])
         try:
             body = make_program(
@@ -99,6 +98,7 @@ def _loop(
             if all(on_host):
                 raise
             _send_larger_half(carried, on_host)
+            unread = 0
             continue
         moved = [
             i for i, away in enumerate(body.ends_on_host[1:]) if away and not on_host[i]
@@ -107,7 +107,7 @@ def _loop(
             on_host[i] = True
         if not moved and of_state(body) <= unread:
             break
-        unread = of_state(body)
+        unread = 0 if moved else of_state(body)
     asked = arguments_of(arguments, [*constants[:of_condition], *(h.kept() for h in state)])
     beside = bytes_on_device(constants[of_condition:])
     left = budget.beside(beside)
@@ -129,18 +129,22 @@ def _loop(
     plan = dataclasses.replace(plan, peak_bytes=peak)
     if isinstance(body, Straight):
         plan = dataclasses.replace(plan, h2d_bytes=plan.h2d_bytes + body.resident_bytes)
-    used = tuple(on_host), used_up, (unasked, unread)
+    used = tuple(on_host), used_up, (unasked, unread), _unread(body, len(carried))
     return Loop(plan, of_condition, of_body, begin, body, *used)
 
 
-def _unread_bytes(program: Program, held: Sequence[Held], last: int) -> int:
-    """Device bytes of the last so many arguments that a program does not read: they are
+def _unread(program: Program, last: int) -> frozenset[int]:
+    """Which of its last so many arguments a program neither reads nor returns: they are
     there while it runs, and its plan does not know them."""
-    if not isinstance(program, Straight | Chain):
-        return 0
+    if not isinstance(program, Straight | Chain) or not last:
+        return frozenset()
     ignored = places.unread(program.flat)
-    inputs = program.flat.inputs[-last:] if last else ()
-    return bytes_on_device(h for v, h in zip(inputs, held, strict=True) if v in ignored)
+    inputs = program.flat.inputs[-last:]
+    return frozenset(i for i, v in enumerate(inputs) if v in ignored)
+
+
+def _bytes_at(positions: Collection[int], held: Sequence[Held]) -> int:
+    return bytes_on_device(held[i] for i in positions)
 
 
 def _carried_on_host(carried: Sequence[Held], room: int) -> list[bool]:
@@ -189,7 +193,7 @@ def _choice(
         while True:
             left = budget.beside(beside + unread)
             program = make_program(branch, given, own, left, how, to_host)
-            found = _unread_bytes(program, operands, len(operands))
+            found = _bytes_at(_unread(program, len(operands)), operands)
             if found <= unread:
                 return program, unread
             unread = found

@@ -176,8 +176,10 @@ class Loop:
     # uses up the array it is given.
     on_host: tuple[bool, ...]
     used_up: tuple[bool, ...]
-    # Device bytes of what is carried that the condition, and the body, do not read.
+    # Device bytes of what is carried that the condition, and the body, do not read; and
+    # which carried values the body neither reads nor hands on.
     unread: tuple[int, int]
+    replaced: frozenset[int]
 
     @property
     def ends_on_host(self) -> tuple[bool, ...]:

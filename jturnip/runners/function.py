@@ -178,16 +178,22 @@ class ProgramRunner:
         in a row."""
         if self._keeping is None:
             return
+        # What is yet to be brought to its place is another array each time.
+        new = {
+            i
+            for i in self._on_host
+            if not isinstance(leaves[i], jax.Array)
+            or self._in_places[i] not in (None, leaves[i].sharding)
+        }
         came = self._came
-        changed = {i for i, ref in came.items() if ref() is not leaves[i]}
+        changed = new.union(i for i, ref in came.items() if ref() is not leaves[i])
         not_kept = self._not_kept | (changed & self._changed)
         if not self.piece.resident_arguments.isdisjoint(not_kept):
             self.piece = self._keeping(not_kept)
             self.plan = self.piece.plan
             self._most_bytes = self._most_bytes_of(self.plan)
         self._changed, self._not_kept = changed, not_kept
-        arrays = ((i, leaves[i]) for i in self._on_host)
-        self._came = {i: weakref.ref(a) for i, a in arrays if isinstance(a, jax.Array)}
+        self._came = {i: weakref.ref(leaves[i]) for i in self._on_host if i not in new}
 
     def _most_bytes_of(self, plan: Plan) -> int:
         """What a call may have on the device, with results that come back at its end."""

@@ -112,9 +112,8 @@ class LoopRunner:
             gathered.add(_ran(self._body), first_of_body, staying + self._beside_body)
             before = arguments[len(constants) :]
             # What the body did not read nobody has let go of.
-            for i in set(range(len(before))) - kept:
-                if all(before[i] is not array for array in carried):
-                    before[i].delete()
+            for i in loop.replaced - kept:
+                before[i].delete()
             # What came back as it was is still the caller's.
             kept = {i for i in kept if carried[i] is before[i]}
             del arguments, before

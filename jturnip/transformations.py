@@ -178,7 +178,9 @@ class Functions:
             x if isinstance(x, jax.Ref) else _struct(jax.typeof(x)) for x in call.leaves
         )
         shapes = tuple((t.shape, t.dtype, _kind(t)) for t in types)
-        key = (call.tree, statics, shapes, compat.trace_context())
+        # Those of references are left to JAX where they are transformed.
+        transformed = call.traced and any(isinstance(x, jax.Ref) for x in types)
+        key = (call.tree, statics, shapes, transformed, compat.trace_context())
         with self._lock:
             if key in self._known:
                 return self._known[key]

@@ -1,5 +1,6 @@
 """Effects happen once, in the order of the program, however the function is cut."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -280,3 +281,19 @@ def test_an_ordered_callback_that_raises_spoils_no_later_one(budget: int):
         jax.effects_barrier()
         assert len(seen) == 2
         assert seen[1] == 1.0
+
+
+def test_callbacks_that_are_equal_are_called_each_for_itself():
+    @dataclasses.dataclass(frozen=True)
+    class Added:
+        name: str
+        rows: np.ndarray = dataclasses.field(compare=False)
+
+        def __call__(self, x: Any) -> Any:
+            return np.asarray(x) + self.rows
+
+    like = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    tables = [Added("the same", np.full((64, 64), n, np.float32)) for n in (1, 100)]
+    fns = [lambda x, t=t: jax.pure_callback(t, like, x) for t in tables]
+    found = [jturnip.jit(fn, "1MiB", strategy="turnip")(jnp.ones((64, 64))) for fn in fns]
+    assert [float(each[0, 0]) for each in found] == [2, 101]

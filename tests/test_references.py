@@ -154,3 +154,20 @@ def test_lowered_ahead_of_time_they_are_those_of_jit():
         compiled = jturnip.jit(fn).lower(r, 1.0).compile()
     compiled(r, 1.0)
     np.testing.assert_array_equal(r[...], before + 1)
+
+
+@pytest.mark.parametrize("transform", [jax.vmap, jax.grad])
+def test_no_tracer_stays_in_a_reference_that_was_called_plainly_before(transform: Any):
+    def put(ref: Any, x: Any) -> Any:
+        ref[...] = x * 2
+        return jnp.sum(x)
+
+    f, ref = jturnip.jit(put, "1MiB"), jax.new_ref(jnp.zeros(4))
+    f(ref, jnp.ones(4))
+    x = jnp.ones((3, 4)) if transform is jax.vmap else jnp.ones(4)
+    with (
+        pytest.warns(jturnip.InlinedWarning),
+        pytest.raises(Exception, match="set/swap operation"),
+    ):
+        transform(lambda x: f(ref, x))(x)
+    np.testing.assert_array_equal(ref[...], [2, 2, 2, 2])

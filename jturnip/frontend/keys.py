@@ -3,6 +3,7 @@
 Names and numbers of variables do not count.
 """
 
+import dataclasses
 import functools
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -47,6 +48,12 @@ def _key(value: Any) -> Hashable:
         return tuple(sorted((k, _key(v)) for k, v in value.items()))
     if isinstance(value, np.ndarray):
         return ("array", value.dtype.str, value.shape, value.tobytes())
+    if isinstance(value, float | complex | np.generic):
+        return (type(value), repr(value))  # 0.0 and -0.0 are equal, and not the same
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        # A callback is one: of two objects that are equal each is to be called for itself.
+        fields = (getattr(value, field.name) for field in dataclasses.fields(value))
+        return (type(value), *(_Same(f) if callable(f) else _key(f) for f in fields))
     try:
         hash(value)
     except TypeError:

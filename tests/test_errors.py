@@ -1,5 +1,7 @@
 """Bad input gets a clear error; no byte is lost by it, and the next call works."""
 
+import dis
+import functools
 import logging
 import math
 import random
@@ -12,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import jax
@@ -483,11 +485,25 @@ class InterruptAt:
             return None
         if event == "return":  # the frame would be in no traceback
             return self._trace
+        if event == "line" and frame.f_lasti in ends_of_withs(frame.f_code):
+            return self._trace
         self.steps += 1
         if self.steps == self._at:
             sys.settrace(None)
             raise KeyboardInterrupt
         return self._trace
+
+
+@functools.cache
+def ends_of_withs(code: CodeType) -> frozenset[int]:
+    """Where the `with` statements of `code` begin to call `__exit__(None, None, None)`.
+
+    Tracing tells of a line there, but no signal is handled: that is only after a call and
+    at a jump, and either is still in the body, whose exceptions `__exit__` is called for.
+    """
+    steps = [i for i in dis.get_instructions(code) if i.opname != "CACHE"]
+    none = [i.opname == "LOAD_CONST" and i.argval is None for i in steps]
+    return frozenset(i.offset for i, *three in zip(steps, none, none[1:], none[2:]) if all(three))
 
 
 def in_time(call: Callable[[], Any], seconds: float = 20) -> Any:

@@ -280,13 +280,16 @@ def test_every_sampled_order_gives_the_same_bits(
     ],
 )
 def test_jitter_on_the_link_changes_no_bit(name: str):
-    # At these rates a transfer takes about as long as a task.
+    # At these rates a transfer takes about as long as a task. Up to two thirds of the runs
+    # take the same order, so more are tried where three do.
     gpu_bytes, orders, results = budget(name, "25%"), set(), []
-    for seed in range(3):
+    for seed in range(30):
         link = jturnip.SimulatedLink(5e7, 5e7, 1e-5, jitter=3.0, seed=seed)
         f = job(name).jit(gpu_bytes, strategy="turnip", link=link)
         results.append(f(*jturnip.host(job(name).args)))
         orders.add(f.last_run.order)
+        if seed >= 2 and len(orders) > 1:
+            break
     for result in results[1:]:
         assert_bitwise(result, results[0])
     assert len(orders) > 1

@@ -117,7 +117,10 @@ class SplitRunner:
         """
         sources = {r.instance: r.source(leaves) for r in self._resident}
         copies = {i: kept.copy_of(source) for i, source in sources.items()}
-        missing = [r for r in self._resident if copies[r.instance] is None]
+        # Without a closure over the copies: until Python 3.12 it outlives Ctrl-C.
+        missing = [
+            r for r, copy in zip(self._resident, copies.values(), strict=True) if copy is None
+        ]
         on_host, moved = self._on_host(missing, leaves), 0
         with jax.transfer_guard("allow"):
             for r in missing:

@@ -5,7 +5,6 @@ An array of JAX's never changes, so its copy is good for as long as the same obj
 When that is gone, so is its copy.
 """
 
-import threading
 import weakref
 from collections.abc import Collection, Hashable
 from typing import Any, TypeAlias
@@ -26,8 +25,8 @@ class Kept:
     def __init__(self) -> None:
         # By the id of the source, which is alive while there is an entry, and the part.
         self._copies: dict[tuple[int, Hashable], tuple[weakref.ref[Any], jax.Array]] = {}
-        with _lock:
-            _all.add(self)
+        at = id(self)
+        _all[at] = weakref.ref(self, lambda _: _all.pop(at, None))
 
     def __bool__(self) -> bool:
         """Whether anything is kept."""
@@ -75,9 +74,10 @@ class Kept:
     def make_way(self, device: Device, nbytes: int) -> None:
         """Before a call of the function that may take `nbytes` in all: where the device has
         not so much left, other functions let go of what they keep."""
-        with _lock:  # others may be made meanwhile
-            others = [kept for kept in _all if kept is not self]
-        if not any(others):
+        # The copy is made at once: others may come and go meanwhile.
+        alive = [ref() for ref in list(_all.values())]
+        others = [kept for kept in alive if kept and kept is not self]
+        if not others:
             return
         left = placement.unused_device_bytes(device)
         if left is not None and left + self.nbytes < nbytes:
@@ -90,5 +90,5 @@ def _key(source: Source) -> tuple[int, Hashable]:
     return id(array), part
 
 
-_all: "weakref.WeakSet[Kept]" = weakref.WeakSet()
-_lock = threading.Lock()
+# By id. Without a lock, which Ctrl-C might leave locked: each use is one call into C.
+_all: dict[int, "weakref.ref[Kept]"] = {}

@@ -141,7 +141,7 @@ class Row:
 def planned(graph: TaskGraph, budget: int) -> Found:
     """A graph as `auto` plans it."""
     found = fastest(graph, budget, LINK)
-    strategy, allowed = found.run.strategy, lambda found: True
+    strategy, allowed = found.strategy, lambda found: True
     return better_order(found.graph, budget, strategy, LINK, allowed) or found
 
 

@@ -503,7 +503,11 @@ def ends_of_withs(code: CodeType) -> frozenset[int]:
     """
     steps = [i for i in dis.get_instructions(code) if i.opname != "CACHE"]
     none = [i.opname == "LOAD_CONST" and i.argval is None for i in steps]
-    return frozenset(i.offset for i, *three in zip(steps, none, none[1:], none[2:]) if all(three))
+    return frozenset(
+        first.offset
+        for first, *three in zip(steps, none, none[1:], none[2:], strict=False)
+        if all(three)
+    )
 
 
 def in_time(call: Callable[[], Any], seconds: float = 20) -> Any:

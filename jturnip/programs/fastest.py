@@ -1,5 +1,6 @@
 """The fastest plan of some tasks, of those that are promising, as the simulator says."""
 
+import functools
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from jturnip.runtime.simulated import simulate
 
 # What `auto` plans and simulates, in the order of the program and in others. Planning many
 # tasks takes seconds: beyond some number only in the program's order, and then only the
-# paper's strategy.
+# first strategy.
 PROMISING = ("ours", "ahead", "layerwise", "turnip", "fixed_order")
 _PROMISING_REORDERED = ("ours", "ahead")
 _MANY_TASKS = 20_000
@@ -30,10 +31,9 @@ _ROUNDS = 3
 CLEARLY = 0.97
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Found:
-    """A plan by one strategy in one order, and its run as the simulator predicts it if
-    copies took nothing from the computing."""
+    """A plan by one strategy in one order."""
 
     # Tasks of the graph as it was given, in the order in which they run, some perhaps
     # again; the name of that order; and the graph in it.
@@ -42,18 +42,29 @@ class Found:
     graph: TaskGraph
     memgraph: MemGraph
     schedule: Schedule
-    run: RunReport
-    # What copies take from the computing, as a share of it.
-    lost: float
+    strategy: str
+    link: Link
 
-    @property
+    @functools.cached_property
+    def run(self) -> RunReport:
+        """As the simulator predicts it if copies took nothing from the computing."""
+        return simulate(self.schedule, self.strategy, self.link.harmless)
+
+    @functools.cached_property
     def seconds(self) -> float:
         """By which plans are compared: what copies take makes all of it slower alike.
 
         Taken from the tasks beside each copy, it hides which plan keeps the link busy:
         where it makes computing the limit, all plans of the same bytes are equal.
         """
-        return self.run.seconds * (1 + self.lost)
+        lost = sum(map(self.link.lost_seconds, filter(None, self.schedule.moves)))
+        return self.run.seconds * (1 + lost / max(self.run.compute_seconds, lost, 1e-9))
+
+    def predicted(self) -> RunReport:
+        """As the simulator predicts it, copies taking from the tasks beside them."""
+        if self.link == self.link.harmless:
+            return self.run
+        return simulate(self.schedule, self.strategy, self.link)
 
 
 def fastest(
@@ -74,6 +85,8 @@ def fastest(
       host_bytes: what may leave the device at once; where no plan keeps to that, the first
         is returned.
     """
+    if len(graph.tasks) > _MANY_TASKS:
+        return plan_by(graph, arena, PROMISING[0], link)
     rates = link.h2d_bytes_per_second, link.d2h_bytes_per_second
     # What plans that run each task once take at least, and all plans.
     once, least = least_seconds(graph, arena, *rates), busy_seconds(graph, *rates)
@@ -81,7 +94,7 @@ def fastest(
     first: Found | None = None
     best: Found | None = None
     for tasks, order, strategy in _promising(graph, arena):
-        found = simulated(graph, arena, strategy, link, tasks, order)
+        found = plan_by(graph, arena, strategy, link, tasks, order)
         first = first or found
         if not held(found):
             continue
@@ -103,7 +116,7 @@ def fastest(
 def _promising(graph: TaskGraph, arena: int) -> Iterator[tuple[Sequence[int], str, str]]:
     """Orders of the tasks, each with its name and a strategy to try in it."""
     program = tuple(range(len(graph.tasks)))
-    for strategy in PROMISING if len(graph.tasks) <= _MANY_TASKS else PROMISING[:1]:
+    for strategy in PROMISING:
         yield program, "", strategy
     if len(graph.tasks) > MANY_TO_REORDER:
         return
@@ -136,8 +149,7 @@ def _computing_again(
         graphs = before.graph, before.memgraph
         for longer in recomputing.repeating(*graphs, before.tasks, rates, may, least):
             tasks = tuple(before.tasks[t] for t in longer)
-            strategy, order = before.run.strategy, before.order
-            made = simulated(graph, arena, strategy, link, tasks, order)
+            made = plan_by(graph, arena, before.strategy, link, tasks, before.order)
             if held(found):
                 is_better = held(made) and made.seconds < found.seconds
             else:  # less on the host, until it holds that
@@ -149,7 +161,7 @@ def _computing_again(
     return found
 
 
-def simulated(
+def plan_by(
     graph: TaskGraph,
     arena: int,
     strategy: str,
@@ -163,10 +175,7 @@ def simulated(
     rates = link.h2d_bytes_per_second, link.d2h_bytes_per_second
     memgraph = make_memgraph(graph, arena, strategy, rates)
     ready = schedule(graph, memgraph, link)
-    run = simulate(ready, strategy, link.harmless)
-    lost = sum(link.lost_seconds(nbytes) for nbytes in ready.moves if nbytes)
-    lost /= max(run.compute_seconds, lost, 1e-9)
-    return Found(tasks, order, graph, memgraph, ready, run, lost)
+    return Found(tasks, order, graph, memgraph, ready, strategy, link)
 
 
 def host_peak_bytes(found: Found) -> int:

@@ -28,14 +28,13 @@ from jturnip.programs.fastest import (
     Found,
     fastest,
     host_peak_bytes,
-    simulated,
+    plan_by,
 )
 from jturnip.programs.places import argument_bytes
 from jturnip.programs.records import How, Split, Straight
 from jturnip.programs.searching import better_order
 from jturnip.runtime.link import SimulatedLink
 from jturnip.runtime.schedule import Link, Schedule
-from jturnip.runtime.simulated import simulate
 from jturnip.units import format_bytes, padded
 
 
@@ -107,7 +106,7 @@ def searched(made: Straight, budget: Budget, how: How) -> Straight:
         found = better_order(split.graph, arena, before.strategy, link, allowed)
         if found is None:
             return made
-        plan = _plan_of(found, budget.room, link, device.platform)
+        plan = _plan_of(found, budget.room, device.platform)
     plan = dataclasses.replace(
         plan, measured=before.measured, repeated_tasks=before.repeated_tasks
     )
@@ -140,8 +139,8 @@ def make_plan(
             may_repeat = _may_repeat(candidate)
             found = fastest(candidate.graph, arena, link, may_repeat, host_bytes)
         else:
-            found = simulated(candidate.graph, arena, strategy, link)
-        plan = _plan_of(found, gpu_bytes, link, device.platform)
+            found = plan_by(candidate.graph, arena, strategy, link)
+        plan = _plan_of(found, gpu_bytes, device.platform)
     if plan.host_bytes > host_bytes:
         raise HostMemoryError(
             f"what must leave the device takes {format_bytes(plan.host_bytes)} of host"
@@ -151,11 +150,11 @@ def make_plan(
     return found.tasks, plan, found.schedule
 
 
-def _plan_of(found: Found, gpu_bytes: int, link: Link, platform: str) -> Plan:
+def _plan_of(found: Found, gpu_bytes: int, platform: str) -> Plan:
     """What was found, verified."""
     peak = verify(found.graph, found.memgraph)
-    plan = _figures(found, gpu_bytes, peak, link)
-    others = _OtherBudgets(found.graph, found.run.strategy, link, platform)
+    plan = _figures(found, gpu_bytes, peak)
+    others = _OtherBudgets(found.graph, found.strategy, found.link, platform)
     return dataclasses.replace(plan, others=others)
 
 
@@ -220,13 +219,12 @@ class _OtherBudgets:
     def seconds_in(self, gpu_bytes: int) -> float:
         arena = placement.arena_bytes(gpu_bytes, self.platform)
         with _without_cycle_collection():
-            found = simulated(self.graph, arena, self.strategy, self.link)
-            return simulate(found.schedule, self.strategy, self.link).seconds
+            return plan_by(self.graph, arena, self.strategy, self.link).predicted().seconds
 
 
-def _figures(found: Found, gpu_bytes: int, peak_bytes: int, link: Link) -> Plan:
-    graph, memgraph = found.graph, found.memgraph
-    run = simulate(found.schedule, found.run.strategy, link)
+def _figures(found: Found, gpu_bytes: int, peak_bytes: int) -> Plan:
+    graph, memgraph, link = found.graph, found.memgraph, found.link
+    run = found.predicted()
     h2d, d2h = figures.moved_bytes(graph, memgraph)
     rates = link.h2d_bytes_per_second, link.d2h_bytes_per_second
     least = least_seconds(graph, memgraph.gpu_bytes, *rates)
@@ -241,7 +239,7 @@ def _figures(found: Found, gpu_bytes: int, peak_bytes: int, link: Link) -> Plan:
         predicted_seconds=run.seconds,
         predicted_run=run,
         lower_bound_seconds=bound,
-        strategy=run.strategy,
+        strategy=found.strategy,
         task_order=found.order,
         repeated_tasks=len(found.tasks) - len(set(found.tasks)),
         taskgraph=graph,

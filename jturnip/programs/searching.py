@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from jturnip.graph.taskgraph import TaskGraph
 from jturnip.planner import orders
 from jturnip.planner.bound import least_seconds
-from jturnip.programs.fastest import Found, simulated
+from jturnip.programs.fastest import Found, plan_by
 from jturnip.runtime.schedule import Link
 
 
@@ -43,7 +43,7 @@ def better_order(
       link: what the transfer engines are expected to do.
       allowed: whether a plan may be taken.
     """
-    best = begin = simulated(graph, arena, strategy, link)
+    best = begin = plan_by(graph, arena, strategy, link)
     rates = link.h2d_bytes_per_second, link.d2h_bytes_per_second
     least = least_seconds(graph, arena, *rates)
     seconds = _SECONDS_A_TASK * len(graph.tasks)
@@ -62,7 +62,7 @@ def better_order(
         tasks = places.moved(best.tasks, t, at_random)
         if tasks is None:
             continue
-        found = simulated(graph, arena, strategy, link, tasks, "search")
+        found = plan_by(graph, arena, strategy, link, tasks, "search")
         if found.seconds <= best.seconds and allowed(found):
             best = found
     return best if best.seconds < _WORTH * begin.seconds else None

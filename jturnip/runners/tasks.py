@@ -118,9 +118,8 @@ class SplitRunner:
         sources = {r.instance: r.source(leaves) for r in self._resident}
         copies = {i: kept.copy_of(source) for i, source in sources.items()}
         # Without a closure over the copies: until Python 3.12 it outlives Ctrl-C.
-        missing = [
-            r for r, copy in zip(self._resident, copies.values(), strict=True) if copy is None
-        ]
+        pairs = zip(self._resident, copies.values(), strict=True)
+        missing = [r for r, copy in pairs if copy is None]
         on_host, moved = self._on_host(missing, leaves), 0
         with jax.transfer_guard("allow"):
             for r in missing:

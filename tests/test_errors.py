@@ -413,10 +413,10 @@ def test_an_error_of_the_loop_itself_leaves_nothing_behind(monkeypatch: pytest.M
         waits = iter(range(100))
         real = DeviceEngines.wait
 
-        def wait(self: Any, waits=waits, patience=patience, real=real) -> Any:
+        def wait(self: Any, few: int, waits=waits, patience=patience, real=real) -> Any:
             if next(waits) == patience:
                 raise KeyboardInterrupt
-            return real(self)
+            return real(self, few)
 
         with monkeypatch.context() as patch:
             patch.setattr(DeviceEngines, "wait", wait)

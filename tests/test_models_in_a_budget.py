@@ -36,6 +36,7 @@ from jturnip.runners import tasks
 from jturnip.runtime.engines import DeviceEngines
 from jturnip.runtime.loop import Running
 from jturnip.runtime.schedule import NONE, Schedule
+from jturnip.runtime.state import Limits
 
 
 LLAMA = llama.config("tiny", layers=2, hidden=96, length=8, batch=1, vocabulary=64)
@@ -208,9 +209,9 @@ class SeededEngines:
         if self._schedule.engines[op] != NONE:
             self._in_flight[op] = None
 
-    def wait(self) -> Sequence[tuple[int, float]]:
+    def wait(self, few_runs: int) -> Sequence[tuple[int, float]]:
         while len(self._over) < len(self._in_flight):
-            self._over.update(self._engines.wait())
+            self._over.update(self._engines.wait(few_runs))
         some = self._random.randint(1, min(2, len(self._in_flight)))
         told = self._random.sample(list(self._in_flight), some)
         for op in told:
@@ -229,10 +230,10 @@ def shuffled(schedule: Schedule, seed: int) -> Schedule:
 
 
 def running_in_seeded_order(
-    seed: int, schedule: Schedule, engines: DeviceEngines, strategy: str
+    seed: int, schedule: Schedule, engines: DeviceEngines, strategy: str, limits: Limits
 ) -> Running:
     engines_in_order = SeededEngines(engines, schedule, seed)
-    return Running(shuffled(schedule, seed), engines_in_order, strategy)
+    return Running(shuffled(schedule, seed), engines_in_order, strategy, limits)
 
 
 def bits(tree: Any) -> list[bytes]:

@@ -374,6 +374,53 @@ def test_a_mark_fires_after_what_it_marks_and_more(q, platform):
 
 
 @needs_native
+def test_of_many_marks_the_sleeper_hears_when_few_are_left(q):
+    slots = [q.open_slot() for _ in range(4)]
+    fire = jax.jit(square_and_mark)
+    mark = lambda slot: jax.block_until_ready(fire(jnp.ones(2), jnp.int32(slot)))
+    for slot in slots:
+        q.arm(slot, slot)
+        q.arm(slot, slot)  # again: one mark is expected of it, not two
+    heard = queue.PythonQueue()
+
+    def sleep(timeout=LONG, few=1):
+        for id, _ in q.drain(timeout, few):
+            heard.push(id)
+
+    def is_over_within(seconds):
+        sleeper.join(seconds)
+        return not sleeper.is_alive()
+
+    sleeper = threading.Thread(target=sleep)
+    sleeper.start()
+    mark(slots[0])
+    mark(slots[1])
+    assert not is_over_within(0.05)  # two are still to come
+    q.close_slot(slots[2])  # and this never will
+    assert is_over_within(LONG)
+    assert ids(heard.drain(0)) == slots[:2]
+    # What is no mark is heard of at once, and so is what is there already.
+    q.close_slot(slots[3])
+    q.arm(slots[0], 10)
+    q.arm(slots[1], 11)
+    sleeper = threading.Thread(target=sleep)
+    sleeper.start()
+    q.push(12)
+    assert is_over_within(LONG)
+    assert ids(heard.drain(0)) == [12]
+    mark(slots[0])
+    sleep()
+    assert ids(heard.drain(0)) == [10]
+    # Nor does it stay there when the timeout has passed.
+    q.arm(slots[0], 13)
+    sleeper = threading.Thread(target=sleep, args=(0.05, 0))
+    sleeper.start()
+    mark(slots[1])
+    assert is_over_within(LONG)
+    assert ids(heard.drain(0)) == [11]
+
+
+@needs_native
 def test_a_mark_waits_for_the_computation_before_it(q):
     entered, gate = threading.Event(), threading.Event()
     slot = q.open_slot()

@@ -194,7 +194,7 @@ class ScriptedEngines:
         if self._engines[op] != NONE:
             self._in_flight.append(op)
 
-    def wait(self) -> list[tuple[int, float]]:
+    def wait(self, few_runs: int) -> list[tuple[int, float]]:
         op = self._in_flight.pop(self._random.randrange(len(self._in_flight)))
         self.log.append(("done", op))
         return [(op, self.now())]
@@ -214,7 +214,7 @@ def test_ops_that_wait_for_each_other_are_an_internal_error_that_names_them():
 @pytest.mark.parametrize("error", [RuntimeError("broken"), KeyboardInterrupt()])
 def test_an_error_of_an_engine_drains_it_and_comes_through(error: BaseException):
     class Failing(ScriptedEngines):
-        def wait(self) -> list[tuple[int, float]]:
+        def wait(self, few_runs: int) -> list[tuple[int, float]]:
             raise error
 
     engines = Failing(a_schedule([COMPUTE, COMPUTE], {1: [0]}), 0)

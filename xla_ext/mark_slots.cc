@@ -30,6 +30,7 @@ bool MarkSlots::Arm(CompletionQueue* queue, int32_t slot, int64_t id) {
   std::lock_guard<std::mutex> lock(mutex_);
   Entry& entry = At(slot);
   if (!IsOpen(entry, queue, slot)) return false;
+  if (!entry.armed) queue->ExpectMark();
   entry.armed = true;
   entry.id = id;
   return true;
@@ -57,7 +58,7 @@ void MarkSlots::Fire(int32_t slot) {
   Entry& entry = At(slot);
   if (!entry.armed || entry.number != slot) return;
   entry.armed = false;
-  entry.queue->Push(entry.id);
+  entry.queue->PushMark(entry.id);
 }
 
 bool MarkSlots::IsOpen(const Entry& entry, CompletionQueue* queue,
@@ -66,6 +67,7 @@ bool MarkSlots::IsOpen(const Entry& entry, CompletionQueue* queue,
 }
 
 void MarkSlots::CloseEntry(Entry& entry) {
+  if (entry.armed) entry.queue->ForgetMark();
   entry.queue = nullptr;
   entry.armed = false;
   // The next number with the same place. Wraps to the place itself, never below

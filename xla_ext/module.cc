@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <limits>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -32,13 +33,15 @@ class PyQueue {
 
   void Push(int64_t id) { queue_.Push(id); }
 
-  nb::list Drain(double timeout_seconds) {
+  nb::list Drain(double timeout_seconds, int64_t few) {
     if (!(timeout_seconds >= 0)) {
       throw nb::value_error("timeout_seconds must be zero or more");
     }
-    std::vector<Completion> completions = queue_.TakeAll();
+    std::vector<Completion> completions = timeout_seconds > 0
+                                              ? queue_.TakeIfFewLeft(few)
+                                              : queue_.TakeAll();
     if (completions.empty() && timeout_seconds > 0)
-      completions = Wait(timeout_seconds);
+      completions = Wait(timeout_seconds, few);
     nb::list pairs;
     for (const Completion& completion : completions) {
       const double seconds = static_cast<double>(completion.nanoseconds) * 1e-9;
@@ -63,7 +66,7 @@ class PyQueue {
   }
 
  private:
-  std::vector<Completion> Wait(double timeout_seconds) {
+  std::vector<Completion> Wait(double timeout_seconds, int64_t few) {
     constexpr double kForeverSeconds = 1e9;  // 30 years: the sum stays in range
     const int64_t deadline =
         NowNanoseconds() +
@@ -72,14 +75,16 @@ class PyQueue {
       {
         nb::gil_scoped_release release;
         queue_.WaitUntil(
-            std::min(deadline, NowNanoseconds() + kSignalCheckNanoseconds));
+            std::min(deadline, NowNanoseconds() + kSignalCheckNanoseconds),
+            few);
       }
       // Before taking: what is queued must not be lost when a signal handler
       // raises.
       if (PyErr_CheckSignals() != 0) throw nb::python_error();
-      std::vector<Completion> completions = queue_.TakeAll();
-      if (!completions.empty() || NowNanoseconds() >= deadline)
-        return completions;
+      const bool is_late = NowNanoseconds() >= deadline;
+      std::vector<Completion> completions =
+          is_late ? queue_.TakeAll() : queue_.TakeIfFewLeft(few);
+      if (is_late || !completions.empty()) return completions;
     }
   }
 
@@ -103,7 +108,8 @@ NB_MODULE(_native, m) {
       .def(nb::init<>())
       .def_prop_ro("has_marks", [](const PyQueue&) { return true; })
       .def("push", &PyQueue::Push, nb::arg("id"))
-      .def("drain", &PyQueue::Drain, nb::arg("timeout_seconds"))
+      .def("drain", &PyQueue::Drain, nb::arg("timeout_seconds"),
+           nb::arg("few") = std::numeric_limits<int64_t>::max())
       .def("open_slot", &PyQueue::OpenSlot)
       .def("arm", &PyQueue::Arm, nb::arg("slot"), nb::arg("id"))
       .def("close_slot", &PyQueue::CloseSlot, nb::arg("slot"));

@@ -10,6 +10,10 @@ from jturnip.inbox import Inbox
 from jturnip.native import marks
 
 
+# More marks than are ever armed.
+MANY = 1 << 62
+
+
 class CompletionQueue(Protocol):
     """Any thread pushes ids, the loop drains them. All methods are thread-safe."""
 
@@ -22,12 +26,13 @@ class CompletionQueue(Protocol):
         """Queues `id`, which fits 64 bits, and wakes the sleeper."""
         ...
 
-    def drain(self, timeout_seconds: float) -> list[tuple[int, float]]:
+    def drain(self, timeout_seconds: float, few: int = MANY) -> list[tuple[int, float]]:
         """Takes everything queued, as (id, time pushed) pairs, oldest first.
 
         With nothing queued it sleeps until the first arrives or the timeout (which may be
-        0 or infinite) passes, and then returns []. Times are on the clock of
-        `time.perf_counter()`.
+        0 or infinite) passes, and then returns what there is, perhaps []. While more than
+        `few` armed marks are still to come, it may sleep although others have pushed. Times
+        are on the clock of `time.perf_counter()`.
         """
         ...
 
@@ -66,7 +71,7 @@ class PythonQueue:
     def push(self, id: int) -> None:
         self._completions.put((id, time.perf_counter()))
 
-    def drain(self, timeout_seconds: float) -> list[tuple[int, float]]:
+    def drain(self, timeout_seconds: float, few: int = MANY) -> list[tuple[int, float]]:
         if not timeout_seconds >= 0:
             raise ValueError("timeout_seconds must be zero or more")
         taken = []

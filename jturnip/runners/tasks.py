@@ -41,6 +41,7 @@ from jturnip.runtime.hoststacks import Assembled, Assembly, parts_of
 from jturnip.runtime.kept import Kept, Source
 from jturnip.runtime.link import SimulatedLink
 from jturnip.runtime.loop import Running
+from jturnip.runtime.state import Limits
 
 
 class SplitRunner:
@@ -235,7 +236,8 @@ class SplitRunner:
                 ours.enter_context(jax.transfer_guard("allow"))
                 if looked_for:
                     ours.enter_context(nans.unheard())
-                running = Running(program.schedule, engines, self.plan.strategy)
+                limits = Limits.on(self._device.platform)
+                running = Running(program.schedule, engines, self.plan.strategy, limits)
                 running.start_all()
                 report = running.finish() if to_the_end else None
             of = {

@@ -171,9 +171,9 @@ class DeviceEngines:
         except Exception as error:
             raise self._failure(op, error) from error
 
-    def wait(self) -> list[tuple[int, float]]:
+    def wait(self, few_runs: int) -> list[tuple[int, float]]:
         while True:
-            events = self._queue.drain(_LOOK_AGAIN) or self._silent_failures()
+            events = self._queue.drain(_LOOK_AGAIN, few_runs) or self._silent_failures()
             if events:
                 return self._heard(events)
 
@@ -420,7 +420,8 @@ class MarkSlots:
         self._tokens: dict[int, jax.Array] = {}
         self._free: list[tuple[int, jax.Array]] = []
         if self.queue.has_marks:
-            for _ in range(Limits().compute):
+            (device,) = sharding.device_set
+            for _ in range(Limits.on(device.platform).compute):
                 self._free.append(self._open())
 
     def _open(self) -> tuple[int, jax.Array]:

@@ -21,8 +21,11 @@ class Engines(Protocol):
         """Performs `op`; returns before it completes, except for a drop."""
         ...
 
-    def wait(self) -> Sequence[tuple[int, float]]:
-        """Sleeps until something completes: (op, when) for all that has, at least one."""
+    def wait(self, few_runs: int) -> Sequence[tuple[int, float]]:
+        """Sleeps until something completes: (op, when) for all that has, at least one.
+
+        It need not wake up for the end of a run while more than `few_runs` are in flight.
+        """
         ...
 
     def drain(self) -> None:
@@ -59,7 +62,9 @@ class Running:
     ):
         self._engines = engines
         self._strategy = strategy
+        limits = limits or Limits()
         self._state = RunState(schedule, limits)
+        self._few_runs = limits.few_runs
         self._recorder = Recorder(schedule, engines.now())
 
     def start_all(self) -> None:
@@ -87,7 +92,7 @@ class Running:
         if not state.in_flight:
             raise InternalError(_story(state))
         began = engines.now()
-        events = engines.wait()
+        events = engines.wait(self._few_runs)
         if state.stalled:
             recorder.stalled(max(0.0, events[0][1] - began))
         self.tell(events)

@@ -63,7 +63,7 @@ class _VirtualEngines:
             if end > self._over[successor]:
                 self._over[successor] = end
 
-    def wait(self) -> list[tuple[int, float]]:
+    def wait(self, few_runs: int) -> list[tuple[int, float]]:
         self._now = max(self._now, self._events[0][0])
         events = []
         while self._events and self._events[0][0] <= self._now:

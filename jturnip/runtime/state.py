@@ -22,12 +22,24 @@ class Limits:
     """How many ops each engine may hold at a time.
 
     A deep compute queue kills overlap on a GPU: a copy waits for all compute that was
-    enqueued when its destination was allocated.
+    enqueued when its destination was allocated. On a CPU it waits for nothing but its
+    source, and a deeper one lets the loop sleep for longer, whose thread takes a core.
     """
 
     compute: int = 2
     h2d: int = 2
     d2h: int = 2
+
+    @classmethod
+    def on(cls, platform: str) -> "Limits":
+        """Those of a device of some platform, such as "cpu"."""
+        return cls(compute=4) if platform == "cpu" else cls()
+
+    @property
+    def few_runs(self) -> int:
+        """With no more runs in flight the end of each must be heard of, so that the next
+        is there in time."""
+        return self.compute // 2
 
 
 class RunState:

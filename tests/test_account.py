@@ -200,6 +200,21 @@ def test_what_nothing_reads_decides_nothing():
     assert_same(g(np.ones(16, np.float32), there), jnp.ones(16) + 1)
 
 
+def test_what_nothing_reads_is_in_no_account_of_a_loop():
+    def fn(x: Any, unread: Any, w: Any) -> Any:
+        state = 0, x @ w, x @ w, x @ w
+        more = lambda s: s[0] < 3
+        step = lambda s: (s[0] + 1, jnp.tanh(s[2] @ w), s[1], s[3] * 0.5 + s[1])
+        return jax.lax.while_loop(more, step, state)
+
+    x, unread, w = (jnp.asarray(w) for w in layers(3))
+    for there in (unread, np.asarray(unread)):
+        f = jturnip.jit(fn, int(0.5 * jturnip.peak_bytes(fn, x, unread, w)))
+        assert_same(f(x, there, w), jax.jit(fn)(x, unread, w))
+        assert f.last_run.strategy == "driven"
+        assert f.last_run.peak_bytes <= f.last_run.plan.gpu_bytes
+
+
 # What is closed over
 
 

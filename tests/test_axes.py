@@ -345,6 +345,26 @@ def test_cut_functions_give_the_same(name: str, quick_compilation: None):
     assert cut
 
 
+@pytest.mark.parametrize("share", [2, 5])
+def test_a_sum_that_is_multiplied_by_infinity_is_no_nan(share: int):
+    """A part of it that is zero would become one: such a sum is not taken apart."""
+
+    def fn(x: jax.Array, w: jax.Array, scale: jax.Array) -> Any:
+        def step(carried: Any, s: Any) -> Any:
+            x, total = carried
+            x = jnp.tanh(x @ w)
+            return (x, total * s + x.T @ x), x
+
+        return lax.scan(step, (x, jnp.ones(w.shape)), scale)
+
+    scale = np.array([1, 1, np.inf, 1, 1, 1, 1, 1], np.float32)
+    args = numbers(512, 64) / 2, numbers(64, 64) / 8, scale
+    expected = jax.jit(fn)(*args)
+    assert not np.isnan(expected[0][1]).any()
+    f = jturnip.jit(fn, jturnip.peak_bytes(fn, *args) // share)
+    assert_same(f(*jturnip.host(args)), expected, ulps=64)
+
+
 @pytest.mark.parametrize(
     "name",
     [

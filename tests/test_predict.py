@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from watch import Watch
 
 import jturnip
 from jturnip.compiler.executables import Trials
@@ -413,6 +414,15 @@ def test_the_link_at_hand_is_measured_once(monkeypatch: pytest.MonkeyPatch):
     calibration.calibrate(device, again := trials_in(32 * MIB))
     assert calibration.measured_link(device) is link
     assert again.peak_bytes == 0
+
+
+def test_a_link_is_measured_in_little_room(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(calibration, "_links", {})
+    device, trials = jax.devices("cpu")[0], trials_in(5 * MIB // 4)
+    with Watch() as watch:
+        calibration.calibrate(device, trials)
+    assert calibration.measured_link(device) is not None
+    assert 0 < watch.peak_bytes <= trials.peak_bytes - 1000 <= 5 * MIB // 4
 
 
 def test_without_room_no_link_is_measured(monkeypatch: pytest.MonkeyPatch):

@@ -234,12 +234,18 @@ def _is_linear(e: Equation, sums: Collection[int], flat: FlatJaxpr) -> bool:
     # Counts wrap around, which other types and quotients of them do not.
     if counts and (len(set(dtypes)) > 1 or e.name == "div"):
         return False
-    if e.name in ("mul", "dot_general"):
-        return sum(read) == 1
-    if e.name == "div":  # by zero it would make nothing of some parts
-        divisor = e.inputs[1]
-        return isinstance(divisor, Constant) and bool(np.all(divisor.value))
-    return e.name in _LINEAR and all(read)
+    if e.name not in ("mul", "dot_general", "div"):
+        return e.name in _LINEAR and all(read)
+    # Times infinity, or divided by zero, a part that is zero becomes NaN though the sum is
+    # none: so the other operand must be known.
+    if sum(read) != 1 or (e.name == "div" and not read[0]):
+        return False
+    other = e.inputs[read.index(False)]
+    if not isinstance(other, Constant):
+        return counts
+    return bool(
+        np.all(np.isfinite(other.value)) and (e.name != "div" or np.all(other.value))
+    )
 
 
 def _labels(e: Equation, rule: Rule | None, cut: Mapping[int, int]) -> Iterator[int]:

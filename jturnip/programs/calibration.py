@@ -46,7 +46,7 @@ _WARM_UP = 4
 _ROUNDS = 24
 _SECONDS = 0.01
 _BESIDE = 1e9
-# Products beside which copies are started, what one of them takes, and copies beside each.
+# Products beside which copies are started, the most one takes, and copies beside each.
 _PRODUCTS = 24
 _SHORT_BYTES = 1 << 20
 _ISSUED = 2
@@ -100,7 +100,7 @@ def _measured(device: Device, nbytes: int) -> Link:
     if device.platform != "cpu":
         return Link(h2d, d2h, latency, issue, heard)
     with contextlib.suppress(Exception):  # as below
-        issue = max(issue, _issue_beside_products(ways))
+        issue = max(issue, _issue_beside_products(nbytes, ways))
     # Of each, the cores' own time at least.
     each, lost = (
         statistics.mean(copies.busy_seconds for copies in some) / _cores()
@@ -138,14 +138,16 @@ def _product(nbytes: int, ways: Sequence[tuple[_Sharding, _Sharding]]) -> tuple[
     return jax.jit(jnp.matmul).lower(operand, operand).compile(), operand
 
 
-def _issue_beside_products(ways: Sequence[tuple[_Sharding, _Sharding]]) -> float:
+def _issue_beside_products(
+    nbytes: int, ways: Sequence[tuple[_Sharding, _Sharding]]
+) -> float:
     """Seconds in which a small copy is started while the cores compute.
 
     Few beside each product: many one after the other find all that they need in the
     caches, as those of a run do not. Some wait for milliseconds until a core is free. That
     is none of the loop's time: where it held up the computing, a core would be free.
     """
-    product, operand = _product(_SHORT_BYTES, ways)
+    product, operand = _product(min(nbytes, _SHORT_BYTES), ways)
     arrays = [
         memory.zeros(jax.ShapeDtypeStruct((_SMALL_BYTES // 4,), np.float32), source)
         for source, _ in ways

@@ -24,9 +24,13 @@ _WORTH = 0.9
 
 
 def refusal_that_is_true(
-    make: Callable[[int, How], Program], how: How, cut: DoesNotFit, uncut: DoesNotFit
+    make: Callable[[int, How], Program],
+    how: How,
+    cut: DoesNotFit,
+    uncut: DoesNotFit,
+    most: float,
 ) -> DoesNotFit:
-    """The refusal with a budget that works.
+    """The refusal with a budget that works, or with one of at least `most` bytes.
 
     What is cut for one budget is cut otherwise for another, so what it asks for may not be
     enough; then it is what the function needs without being cut along its axes.
@@ -35,12 +39,13 @@ def refusal_that_is_true(
       make: makes the program in a budget.
       how: how the function is made.
       cut, uncut: the refusals of a budget, with and without that.
+      most: bytes in which the function is known to run; no more are tried.
     """
     uncut = _of_all_pieces(
-        lambda budget: make(budget, dataclasses.replace(how, axes=False)), uncut
+        lambda budget: make(budget, dataclasses.replace(how, axes=False)), uncut, most
     )
     for _ in range(_TRIES_CUT):
-        if cut.needed_bytes > _WORTH * uncut.needed_bytes:
+        if cut.needed_bytes > _WORTH * min(uncut.needed_bytes, most):
             break
         try:
             make(cut.needed_bytes, how)
@@ -54,13 +59,17 @@ def refusal_that_is_true(
     return uncut
 
 
-def _of_all_pieces(make: Callable[[int], Program], refusal: DoesNotFit) -> DoesNotFit:
+def _of_all_pieces(
+    make: Callable[[int], Program], refusal: DoesNotFit, most: float
+) -> DoesNotFit:
     """The refusal with the budget in which all pieces of a chain can be planned.
 
     A piece that does not fit hides those after it: so the budget it asks for is tried.
     """
     budget = refusal.needed_bytes
     for attempt in range(_TRIES):
+        if budget >= most:
+            break
         try:
             make(budget)
         except DoesNotFit as error:

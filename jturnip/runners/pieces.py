@@ -15,6 +15,7 @@ from jturnip.frontend.values import Parts
 from jturnip.graph.plan import Plan
 from jturnip.graph.report import RunReport
 from jturnip.memory import device_bytes
+from jturnip.programs import places
 from jturnip.programs.records import Chain, Choice, Loop, Program, Rows, Stage, Straight
 from jturnip.runners.tasks import Held, SplitRunner
 from jturnip.runtime import hoststacks
@@ -240,6 +241,10 @@ class ChainRunner:
             v: memory.closed_over(array, self._device) for v, array in chain.read_over
         }
         self._stages = [(s, make_piece(s.program, link)) for s in chain.stages]
+        # Arguments that no stage has to do with are the caller's matter.
+        read = {v for s in chain.stages for v in s.reads}
+        ignored = places.unread(chain.flat) - read
+        self._arguments = [at for at, v in enumerate(chain.flat.inputs) if v not in ignored]
         # Positions of the arguments that each stage reads; None for its other operands.
         inputs = {v: at for at, v in enumerate(chain.flat.inputs)}
         self._read = [[inputs.get(v) for v in s.reads] for s in chain.stages]
@@ -290,15 +295,18 @@ class ChainRunner:
     ) -> list[Any]:
         chain, held = self._chain, held or HeldByStages({})
         values = _Values({v: c.array for v, c in self._closed_over.items()})
-        placed = memory.in_their_places(leaves, chain.arguments.whose, self._device)
-        for i, (v, whose) in enumerate(
-            zip(chain.flat.inputs, chain.arguments.whose, strict=True)
-        ):
-            values.arrays[v] = placed[i]
+        holders = [chain.arguments.whose[i] for i in self._arguments]
+        placed = memory.in_their_places(
+            [leaves[i] for i in self._arguments], holders, self._device
+        )
+        for i, whose, array in zip(self._arguments, holders, placed, strict=True):
+            v = chain.flat.inputs[i]
+            values.arrays[v] = array
             if i in keep or not (whose.donated or whose.ours):
                 values.theirs.add(v)
             elif whose.ours:
                 values.may_share.add(v)
+            del array
         del placed
         gathered, first_op = Gathered(), 0
         held_bytes = held.nbytes

@@ -4,6 +4,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import math
 import threading
 import warnings
 from collections.abc import Collection, Iterator, Sequence
@@ -396,7 +397,9 @@ class Lowered:
         except DoesNotFit as error:
             cut = error.with_traceback(None)
         make = lambda nbytes, how: made(self._given, Budget(nbytes), how)
-        refusal = refusal_that_is_true(make, how, cut, by_rows)
+        is_auto = self._options.strategy == "auto"
+        most = self._compiled_whole[1] if is_auto else math.inf
+        refusal = refusal_that_is_true(make, how, cut, by_rows, most)
         raise explained(refusal, self._flat, self._arguments.device) from None
 
     def _without_rows(self) -> DoesNotFit | None:

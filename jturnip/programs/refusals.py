@@ -28,9 +28,9 @@ def refusal_that_is_true(
     how: How,
     cut: DoesNotFit,
     uncut: DoesNotFit,
-    most: float,
+    runs_whole: Callable[[int], bool],
 ) -> DoesNotFit:
-    """The refusal with a budget that works, or with one of at least `most` bytes.
+    """The refusal with a budget that works.
 
     What is cut for one budget is cut otherwise for another, so what it asks for may not be
     enough; then it is what the function needs without being cut along its axes.
@@ -39,13 +39,16 @@ def refusal_that_is_true(
       make: makes the program in a budget.
       how: how the function is made.
       cut, uncut: the refusals of a budget, with and without that.
-      most: bytes in which the function is known to run; no more are tried.
+      runs_whole: whether the function runs as one executable in so many bytes; they are
+        not tried then.
     """
     uncut = _of_all_pieces(
-        lambda budget: make(budget, dataclasses.replace(how, axes=False)), uncut, most
+        lambda budget: make(budget, dataclasses.replace(how, axes=False)), uncut, runs_whole
     )
     for _ in range(_TRIES_CUT):
-        if cut.needed_bytes > _WORTH * min(uncut.needed_bytes, most):
+        if cut.needed_bytes > _WORTH * uncut.needed_bytes:
+            break
+        if runs_whole(int(cut.needed_bytes / _WORTH)):
             break
         try:
             make(cut.needed_bytes, how)
@@ -60,7 +63,7 @@ def refusal_that_is_true(
 
 
 def _of_all_pieces(
-    make: Callable[[int], Program], refusal: DoesNotFit, most: float
+    make: Callable[[int], Program], refusal: DoesNotFit, runs_whole: Callable[[int], bool]
 ) -> DoesNotFit:
     """The refusal with the budget in which all pieces of a chain can be planned.
 
@@ -68,7 +71,7 @@ def _of_all_pieces(
     """
     budget = refusal.needed_bytes
     for attempt in range(_TRIES):
-        if budget >= most:
+        if runs_whole(budget):
             break
         try:
             make(budget)

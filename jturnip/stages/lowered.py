@@ -4,7 +4,6 @@ import collections
 import contextlib
 import dataclasses
 import functools
-import math
 import threading
 import warnings
 from collections.abc import Collection, Iterator, Sequence
@@ -355,6 +354,12 @@ class Lowered:
         finally:
             how.known.clear()  # it knows itself, and by the trials this function
 
+    def _runs_whole_in(self, nbytes: int) -> bool:
+        """Whether XLA fits the whole function in so many bytes, and it may run so. It is
+        compiled only where that is possible."""
+        is_auto, least = self._options.strategy == "auto", self._least_whole_bytes
+        return is_auto and nbytes > least and nbytes >= self._compiled_whole[1]
+
     def _at_most_whole(self, refusal: DoesNotFit) -> DoesNotFit:
         """A refusal that asks for no more than the whole function needs."""
         needed = refusal.needed_bytes
@@ -397,9 +402,7 @@ class Lowered:
         except DoesNotFit as error:
             cut = error.with_traceback(None)
         make = lambda nbytes, how: made(self._given, Budget(nbytes), how)
-        is_auto = self._options.strategy == "auto"
-        most = self._compiled_whole[1] if is_auto else math.inf
-        refusal = refusal_that_is_true(make, how, cut, by_rows, most)
+        refusal = refusal_that_is_true(make, how, cut, by_rows, self._runs_whole_in)
         raise explained(refusal, self._flat, self._arguments.device) from None
 
     def _without_rows(self) -> DoesNotFit | None:

@@ -10,16 +10,17 @@ from typing import Any
 import jax
 
 from jturnip import compat, memory, placement
+from jturnip.derived import DerivedRunner
 from jturnip.dispatch import Dispatch, History
-from jturnip.errors import DoesNotFit, InlinedWarning
+from jturnip.errors import InlinedWarning
 from jturnip.graph.report import RunReport
 from jturnip.memory import on_device
 from jturnip.runtime.link import SimulatedLink
 from jturnip.runtime.turns import Turn
 from jturnip.show import pages
-from jturnip.signature import Call, Flat, Statics
-from jturnip.stages import Lowered, Options, Part, Traced, anywhere, placed
-from jturnip.transformations import Function, Functions
+from jturnip.signature import Call, Statics
+from jturnip.stages import Lowered, Options, Traced, anywhere, placed
+from jturnip.transformations import Functions
 from jturnip.units import format_bytes, parse_bytes
 
 
@@ -33,8 +34,6 @@ _OTHER_RULES = (
     "has tokens, has references that are transformed, or names an axis of jax.vmap, and is"
     " left to jax.jit: its gpu_bytes do not count."
 )
-# What parts of a transformed function leave to each other of a budget, in how many steps.
-_STEPS = 16
 
 
 def jit(
@@ -154,10 +153,7 @@ class Wrapped:
             self._jitted, self._statics, options, self._turn, self._history
         )
         runner = functools.partial(
-            _runner,
-            options=options,
-            turn=self._turn,
-            history=self._history,
+            DerivedRunner, options=options, turn=self._turn, history=self._history
         )
         self._functions = Functions(self._jitted, self._statics, runner)
         self._has_warned = False
@@ -262,64 +258,3 @@ class Wrapped:
 
     def __repr__(self) -> str:
         return f"<jturnip.jit of {getattr(self, '__name__', 'a function')}>"
-
-
-def _runner(
-    function: Function,
-    options: Options,
-    turn: Turn,
-    history: History,
-) -> Callable[..., list[Any]]:
-    """What runs, in the budget of a function, one that is derived from it.
-
-    Args:
-      function: the derived one.
-      options, turn, history: those of the function of the user.
-    """
-
-    fn = lambda *args: function.fn(*args)
-    fn.__name__ = fn.__qualname__ = function.name
-    jitted = jax.jit(
-        fn,
-        donate_argnums=function.donated,
-        compiler_options=dict(options.compiler_options) or None,
-    )
-    statics = Flat(fn, function.names)
-    part = Part(function.groups, function.on_host, function.later)
-    budget = options.gpu_bytes
-
-    def in_steps(nbytes: int) -> int:  # since each is compiled for
-        if budget is None:
-            return 0
-        step = max(1, budget // _STEPS)
-        return -(-nbytes // step) * step
-
-    @functools.cache
-    def dispatch(beside_bytes: int, residual_bytes: int) -> Dispatch:
-        own = dataclasses.replace(
-            options,
-            gpu_bytes=None if budget is None else budget - beside_bytes,
-            in_shardings=None,
-            out_shardings=None,
-            part=dataclasses.replace(
-                part, residual_bytes=residual_bytes, beside_bytes=beside_bytes
-            ),
-        )
-        return Dispatch(jitted, statics, own, turn, history)
-
-    def run(*args: Any) -> list[Any]:
-        call = statics.call(args, {})
-        beside_bytes = in_steps(turn.residual_bytes(args))
-        # Only what leaves residuals itself must know of all others.
-        held = turn.residual_bytes(()) if part.residuals else 0
-        own = dispatch(beside_bytes, in_steps(held))
-        try:
-            compiled = own.find(call)
-        except DoesNotFit as error:
-            raise error.beside(beside_bytes) from None
-        assert compiled is not None  # `function.fn` closes over nothing that is traced
-        results = jax.tree.leaves(own.run(compiled, call, beside_bytes))
-        turn.gave_out(results[i] for i in part.residuals)
-        return results
-
-    return run

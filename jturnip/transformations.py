@@ -4,8 +4,8 @@ Under `jax.grad`, `jvp`, `vmap` and the like, a call is one operation `jturnip`,
 make other flat functions of a flat function, by JAX's public transformations: its
 linearization in two parts, the transpose of the linear one, its batched form. Each of them
 is a jturnip function in the same budget. What passes from the forward part to the backward
-one, the residuals, stays on the device if that surely leaves room for the backward part,
-else it waits in host memory.
+one, the residuals, stays on the device if that leaves room for the backward part, else it
+waits in host memory.
 
 The operation is seen by JAX's eager interpreters only: where a call becomes part of a
 larger jaxpr, that jaxpr's owner decides about memory, and the call is inlined there.
@@ -14,7 +14,7 @@ larger jaxpr, that jaxpr's owner decides about memory, and the call is inlined t
 import dataclasses
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.extend
@@ -23,8 +23,11 @@ from jax.core import Tracer
 from jax.interpreters import ad, batching, mlir
 
 from jturnip import compat, memory
+from jturnip.errors import DoesNotFit
 from jturnip.frontend import refs
+from jturnip.frontend.flatten import flatten
 from jturnip.placement import is_on_host
+from jturnip.programs import bounds
 from jturnip.signature import Call, Statics
 
 
@@ -33,6 +36,18 @@ _SIGNATURES = 256
 
 # Flat results of flat arguments.
 Flat = Callable[..., list[Any]]
+
+
+class Runner(Protocol):
+    """What runs a flat function in the budget."""
+
+    def __call__(self, *args: Any) -> list[Any]:
+        """Calls it."""
+        ...
+
+    def refusal(self, leaves: Sequence[Any], beside_bytes: int) -> DoesNotFit | None:
+        """The refusal of a call with such arguments, if it is; runs nothing."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -45,7 +60,7 @@ class Function:
     inputs: tuple[Any, ...]
     names: tuple[str, ...]
     # Makes of a function what runs it with concrete arguments.
-    make: "Callable[[Function], Flat]"
+    make: "Callable[[Function], Runner]"
     # Of each result the number of a group, which lies in one memory; None for a residual,
     # which may lie anywhere.
     groups: tuple[int | None, ...]
@@ -56,14 +71,19 @@ class Function:
     donated: tuple[int, ...] = ()
     # Whether a transformation made it.
     is_derived: bool = False
-    # Of a forward part: the function that is probably called with its residuals, if known.
-    later: "Callable[[], Function] | None" = None
+    # Of a forward part: what is probably called with its residuals, if known.
+    later: "Later | None" = None
     _derived: dict[Hashable, Any] = dataclasses.field(default_factory=dict, repr=False)
     _lock: Any = dataclasses.field(default_factory=threading.RLock, repr=False)
 
     def run(self, args: Sequence[Any]) -> list[Any]:
         """Calls it in the budget."""
-        return self._once("run", lambda: self.make(self))(*args)
+        return self.runner(*args)
+
+    @property
+    def runner(self) -> "Runner":
+        """What runs it."""
+        return self._once("run", lambda: self.make(self))
 
     @property
     def closed(self) -> Any:
@@ -115,6 +135,45 @@ class Function:
 
 
 @dataclasses.dataclass(frozen=True)
+class Later:
+    """The gradient's part that is probably called with the residuals of a forward part."""
+
+    linear: Function
+    # Of each residual: whether it is an argument (else a result) of the forward part, and
+    # which.
+    residuals: tuple[tuple[bool, int], ...]
+    # Of each argument of the forward part whether its gradient is asked for, and of each
+    # result whether it has a cotangent.
+    moving: tuple[bool, ...]
+    moves: tuple[bool, ...]
+
+    def refusal(
+        self, arguments: Sequence[Any], results: Sequence[Any], beside_bytes: int
+    ) -> DoesNotFit | None:
+        """The refusal of its call, if it is.
+
+        Args:
+          arguments, results: `jax.ShapeDtypeStruct`s of those of the forward part, with
+            where they lie. The cotangents are taken to lie where the results do.
+          beside_bytes: what other parts have on the device meanwhile.
+        """
+        known = [(arguments if given else results)[i] for given, i in self.residuals]
+        cotangents = _only(results[: len(self.moves)], self.moves)
+        runner = self._function(_only(arguments, self.moving)).runner
+        return runner.refusal([*known, *cotangents], beside_bytes)
+
+    def most_bytes(self, arguments: Sequence[Any]) -> int:
+        """The most bytes of its values at once, where none is written over."""
+        function = self._function(_only(arguments, self.moving))
+        return bounds.alive_at_most(flatten(function.closed))
+
+    def _function(self, wanted: Sequence[Any]) -> Function:
+        linear_in = (False,) * len(self.residuals) + (True,) * len(wanted)
+        on_host = tuple(x.sharding is not None and is_on_host(x) for x in wanted)
+        return self.linear.transposed(linear_in, (True,) * sum(self.moves), on_host)
+
+
+@dataclasses.dataclass(frozen=True)
 class Linearized:
     """A function in two parts.
 
@@ -159,7 +218,7 @@ class Signature:
 class Functions:
     """A user's function as flat ones, by the types of its arguments."""
 
-    def __init__(self, jitted: Any, statics: Statics, make: Callable[[Function], Flat]):
+    def __init__(self, jitted: Any, statics: Statics, make: Callable[[Function], Runner]):
         self._jitted = jitted
         self._statics = statics
         self._make = make
@@ -361,11 +420,10 @@ def _linearized(function: Function, moving: tuple[bool, ...]) -> Linearized:
         groups=tuple(_only(function.groups, moves)),
         on_host=_only_if_any(function.on_host, moves),
     )
-    linear_in = (False,) * len(types) + (True,) * len(tangent_types)
     # Of a derivative nobody knows what is next: of a function, probably its gradient.
-    backward = None
+    later = None
     if not function.is_derived:
-        backward = lambda: tangent.transposed(linear_in, (True,) * sum(moves))
+        later = Later(tangent, tuple(residuals), moving, moves)
     none = (None,) * sum(wanted[results:])
     first = function.derived(
         "forward",
@@ -374,7 +432,7 @@ def _linearized(function: Function, moving: tuple[bool, ...]) -> Linearized:
         function.names,
         groups=(*function.groups, *none),
         on_host=function.on_host and (*function.on_host, *none),
-        later=backward,
+        later=later,
     )
     return Linearized(first, tangent, tuple(residuals), results, moves)
 

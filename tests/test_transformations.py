@@ -500,3 +500,18 @@ def test_what_a_part_of_a_function_raises_is_raised_as_it_is():
     with pytest.raises(NotImplementedError, match="'foo'") as error:
         jturnip.jit(foo.bind, strategy="turnip")(jnp.ones(3))
     assert any('"foo" (' in note for note in error.value.__notes__)
+
+
+def test_gradients_on_the_device_in_the_budget_that_a_refusal_asks_for(x: Any):
+    """JAX has the gradients of numpy arrays on the device: residuals make way for them."""
+    weights = [np.asarray(w) for w in layers(LAYERS, WIDTH)]
+    with pytest.raises(jturnip.DoesNotFit, match="gradients of arguments") as refusal:
+        jax.grad(jturnip.jit(loss, 4 * MATRIX))(weights, x)
+    asked = refusal.value.needed_bytes
+    assert asked < (LAYERS + 2) * MATRIX
+    expected = jax.grad(loss)(weights, x)
+    for budget in (asked, asked + MATRIX // 2, asked + MATRIX, asked + 2 * MATRIX):
+        f = jturnip.jit(loss, budget)
+        grads = within(budget, f, lambda f=f: jax.grad(f)(weights, x), x)
+        assert memory_kinds(grads) == ["device"] * LAYERS
+        assert_same(grads, stock(expected), ulps=64)

@@ -12,7 +12,6 @@ from typing import Any
 import jax
 
 from jturnip import compat, memory, placement
-from jturnip.compat import Device
 from jturnip.compiler.executables import Trials, compile_whole
 from jturnip.compiler.report import CompileReport
 from jturnip.errors import DoesNotFit, HostMemoryError, UnsupportedError
@@ -44,8 +43,8 @@ from jturnip.stages.prediction import Prediction
 from jturnip.units import format_bytes, padded
 
 
-# Residuals stay on the device if together they take no more than this share of the budget,
-# and more only if it is certain that there is room.
+# Residuals stay on the device if together they take no more than this share of the budget
+# and what comes next has a plan beside them, and more only if that surely has room.
 _RESIDUALS = 4
 _OTHER_SHARDINGS = 'Give them a sharding with memory_kind="pinned_host", or none'
 _GRADIENTS = "gradients of arguments that are not in pinned host memory"
@@ -79,8 +78,9 @@ class Lowered:
         self._in_any_budget = arguments
         arguments = _with_room(arguments, traced, self.gpu_bytes)
         self._result_types = list(map(Type.of, jax.tree.leaves(traced.out_info)))
+        self._asked = wanted
         if options.part is not None:
-            self._wanted = self._with_residuals_away(options.part, arguments.device)
+            self._wanted = self._with_residuals_away(options.part, arguments)
         self._refusal: UnsupportedError | None = None
         self._flat: FlatJaxpr | None = None
         # Of the whole function, also where it does not fit.
@@ -112,22 +112,41 @@ class Lowered:
         self._lock = threading.RLock()
         self._check_results_fit()
 
-    def _with_residuals_away(self, part: Part, device: Device) -> Wanted:
+    def _with_residuals_away(self, part: Part, arguments: Arguments) -> Wanted:
         """What is wanted, with the residuals for which no room is left in host memory."""
-        arena = placement.arena_bytes(self.gpu_bytes, device.platform)
-        sizes = {i: padded(self._result_types[i].nbytes) for i in part.residuals}
+        arena = placement.arena_bytes(self.gpu_bytes, arguments.device.platform)
         room = (arena + part.beside_bytes) // _RESIDUALS - part.residual_bytes
-        if sum(sizes.values()) <= room:
+        given = self._structs_of_arguments(arguments)
+        if part.later is not None and part.later.most_bytes(given) <= arena:
             return self._wanted
-        if part.later is not None:
-            if bounds.alive_at_most(flatten(part.later().closed)) <= arena:
-                return self._wanted
-        on_host = list(self._wanted.on_host) or [None] * len(self._result_types)
+        sizes = {i: padded(self._result_types[i].nbytes) for i in part.residuals}
+        away: set[int] = set()
         for i in sorted(sizes, key=lambda i: sizes[i]):
             room -= sizes[i]
             if room < 0:
-                on_host[i] = True
+                away.add(i)
+        if part.later is not None and len(away) < len(sizes):
+            device = arguments.device
+            there, host = (placement.sharding(device, on_host=h) for h in (False, True))
+            results = [
+                t.struct(host if i in away else there)
+                for i, t in enumerate(self._result_types)
+            ]
+            if part.later.refusal(given, results, part.beside_bytes) is not None:
+                away.update(sizes)
+        on_host = list(self._wanted.on_host) or [None] * len(self._result_types)
+        for i in away:
+            on_host[i] = True
         return dataclasses.replace(self._wanted, on_host=tuple(on_host))
+
+    def _structs_of_arguments(self, arguments: Arguments) -> list[jax.ShapeDtypeStruct]:
+        """The arguments, with where they lie; without that, what is made for a call."""
+        infos = jax.tree.leaves(self._traced.args_info)
+        where = (
+            None if w.ours else placement.sharding(arguments.device, w.on_host)
+            for w in arguments.whose
+        )
+        return [Type.of(info).struct(s) for info, s in zip(infos, where, strict=True)]
 
     def __repr__(self) -> str:
         name = getattr(self._traced, "fun_name", "a function")
@@ -174,6 +193,7 @@ class Lowered:
         device = self._arguments.device
         needed = placement.gpu_bytes_for(asked + staying, device.platform)
         if needed > self.gpu_bytes:
+            needed = self._works_from(needed)
             beside = (
                 f", beside {format_bytes(staying)} of arguments and closed-over arrays"
                 " there"
@@ -190,6 +210,14 @@ class Lowered:
                 needed_bytes=needed,
                 gpu_bytes=self.gpu_bytes,
             )
+
+    def _works_from(self, gpu_bytes: int) -> int:
+        """The first budget of at least so many bytes in which there is a plan: what the
+        results leave must do for the rest."""
+        kept: list[Any] = []
+        while (refusal := self._refused_in(gpu_bytes, kept)) is not None:
+            gpu_bytes = max(gpu_bytes + 1, refusal.needed_bytes)
+        return gpu_bytes
 
     @property
     def out_info(self) -> Any:
@@ -254,6 +282,11 @@ class Lowered:
         """
         kept: list[Any] = []
         return smallest(functools.partial(self._refused_in, kept=kept))
+
+    @functools.cached_property
+    def refusal(self) -> DoesNotFit | None:
+        """The refusal of the budget, if it is refused. Compiles tasks, and runs none."""
+        return self._refused_in(self.gpu_bytes, self._of_prediction)
 
     def _refused_in(self, gpu_bytes: int, kept: list[Any]) -> DoesNotFit | None:
         """The refusal of another budget, if it is; keeps what is compiled for it."""
@@ -674,7 +707,7 @@ class Lowered:
             self._in_tree,
             arguments,
             options,
-            self._wanted,
+            self._asked,
             self._turn,
             self._in_places,
         )

@@ -1,19 +1,35 @@
 """What the user chose, and what is special about parts of transformed functions."""
 
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 
 from jturnip import placement
 from jturnip.compat import Device
+from jturnip.errors import DoesNotFit
 from jturnip.frontend.values import Type
 from jturnip.placement import Returned
 from jturnip.planner.strategies import STRATEGIES
 from jturnip.runtime.link import SimulatedLink
 from jturnip.signature import Call
+
+
+class Later(Protocol):
+    """What is called with the arguments and results of a part."""
+
+    def refusal(
+        self, arguments: Sequence[Any], results: Sequence[Any], beside_bytes: int
+    ) -> DoesNotFit | None:
+        """The refusal of that call, if it is, with `jax.ShapeDtypeStruct`s of both and
+        where they lie."""
+        ...
+
+    def most_bytes(self, arguments: Sequence[Any]) -> int:
+        """The most bytes of its values at once, where none is written over."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -25,8 +41,8 @@ class Part:
     groups: tuple[int | None, ...]
     # Of each, whether it must be in host memory, or on the device, or None; or empty.
     on_host: tuple[bool | None, ...] = ()
-    # Gives the function that will probably be called with the residuals, if one is known.
-    later: Callable[[], Any] | None = None
+    # What will probably be called with the residuals, if it is known.
+    later: Later | None = None
     # Bytes of other residuals on the device, and those of them that are no arguments, for
     # which the budget was made smaller.
     residual_bytes: int = 0

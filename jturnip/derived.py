@@ -1,0 +1,101 @@
+"""What runs, in the budget of a user's function, one that is derived from it."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jturnip.dispatch import Dispatch, History
+from jturnip.errors import DoesNotFit
+from jturnip.runtime.turns import Turn
+from jturnip.signature import Flat
+from jturnip.stages import Lowered, Options, Part, Traced
+from jturnip.transformations import Function
+
+
+# What parts of a transformed function leave to each other of a budget, in how many steps.
+_STEPS = 16
+
+
+class DerivedRunner:
+    """Runs a derived function beside what other parts left on the device."""
+
+    def __init__(self, function: Function, options: Options, turn: Turn, history: History):
+        """Of a derived function.
+
+        Args:
+          function: the derived one.
+          options, turn, history: those of the function of the user.
+        """
+        fn = lambda *args: function.fn(*args)
+        fn.__name__ = fn.__qualname__ = function.name
+        self._jitted = jax.jit(
+            fn,
+            donate_argnums=function.donated,
+            compiler_options=dict(options.compiler_options) or None,
+        )
+        self._statics = Flat(fn, function.names)
+        self._part = Part(function.groups, function.on_host, function.later)
+        self._options, self._turn, self._history = options, turn, history
+        self._dispatch = functools.cache(self._new_dispatch)
+        # What was planned before the first call: that needs the same executables.
+        self._ahead: list[Lowered] = []
+
+    def __call__(self, *args: Any) -> list[Any]:
+        turn, part = self._turn, self._part
+        call = self._statics.call(args, {})
+        beside_bytes = self._in_steps(turn.residual_bytes(args))
+        # Only what leaves residuals itself must know of all others.
+        held = turn.residual_bytes(()) if part.residuals else 0
+        own = self._dispatch(beside_bytes, self._in_steps(held))
+        try:
+            compiled = own.find(call)
+        except DoesNotFit as error:
+            raise error.beside(beside_bytes) from None
+        self._ahead.clear()
+        assert compiled is not None  # the function closes over nothing that is traced
+        results = jax.tree.leaves(own.run(compiled, call, beside_bytes))
+        turn.gave_out(results[i] for i in part.residuals)
+        return results
+
+    def refusal(self, leaves: Sequence[Any], beside_bytes: int) -> DoesNotFit | None:
+        """The refusal of a call, if it is; takes structs, and runs nothing.
+
+        Args:
+          leaves: `jax.ShapeDtypeStruct`s of the arguments, with where they lie.
+          beside_bytes: what other parts have on the device meanwhile.
+        """
+        call = self._statics.call(tuple(leaves), {})
+        options = self._beside(beside_bytes, 0)
+        try:
+            lowered = Traced(self._jitted, self._statics, call, options, self._turn).lower()
+        except DoesNotFit as error:
+            return error.with_traceback(None)
+        self._ahead.append(lowered)
+        return lowered.refusal
+
+    def _new_dispatch(self, beside_bytes: int, residual_bytes: int) -> Dispatch:
+        own = self._beside(beside_bytes, residual_bytes)
+        return Dispatch(self._jitted, self._statics, own, self._turn, self._history)
+
+    def _beside(self, beside_bytes: int, residual_bytes: int) -> Options:
+        """The function's options for what is left of the budget."""
+        budget = self._options.gpu_bytes
+        return dataclasses.replace(
+            self._options,
+            gpu_bytes=None if budget is None else budget - beside_bytes,
+            in_shardings=None,
+            out_shardings=None,
+            part=dataclasses.replace(
+                self._part, residual_bytes=residual_bytes, beside_bytes=beside_bytes
+            ),
+        )
+
+    def _in_steps(self, nbytes: int) -> int:  # since each is compiled for
+        budget = self._options.gpu_bytes
+        if budget is None:
+            return 0
+        step = max(1, budget // _STEPS)
+        return -(-nbytes // step) * step

@@ -506,7 +506,7 @@ def test_very_many_turns_of_a_loop_are_counted(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Gathered, "MOST_OPS", 10)
 
     def fn(w: Any, n: Any) -> Any:
-        return jax.lax.fori_loop(0, n, lambda _, y: jnp.tanh(y @ w), w)
+        return jax.lax.fori_loop(0, n, lambda _, y: jnp.tanh(y @ y @ w), w)
 
     f = jturnip.jit(fn, 260_000, strategy="turnip")
     w = jturnip.host(layers(1)[0])
@@ -538,7 +538,7 @@ def test_what_a_loop_that_never_runs_was_given_twice_are_two_arrays():
     x = np.random.default_rng(0).normal(size=(512, 128)).astype(np.float32)
 
     def fn(n: Any, x: Any) -> Any:
-        body = lambda s: (s[0] + 1, jnp.tanh(s[1] * 0.5 + s[2]), s[2] - s[1])
+        body = lambda s: (s[0] + 1, jnp.tanh(jnp.flip(s[1]) / 2 + s[2]), s[2] - s[1])
         y = jnp.sin(x) * 2
         _, a, b = lax.while_loop(lambda s: s[0] < n, body, (0, y, y))
         return a * 2 + b
@@ -655,3 +655,147 @@ def test_keys_pass_through_branches_within_loops():
         expected = jax.jit(fn)(WEIGHTS, X, y, key)
         assert_same(found[:3], expected[:3], ulps=64)
         assert (jax.random.key_data(found[3]) == jax.random.key_data(expected[3])).all()
+
+
+def test_a_loop_that_begins_with_rows_of_what_is_in_host_memory():
+    x = np.random.default_rng(0).normal(size=(4096, 64)).astype(np.float32)
+
+    def fn(weights: Any, x: Any) -> Any:
+        body = lambda s: (s[0] + 1, tower(weights, s[1]))
+        return lax.while_loop(lambda s: s[0] < 3, body, (0, x[8:16].repeat(2, 1)))
+
+    def of_rows(weights: Any, x: Any) -> Any:
+        body = lambda s: (s[0] + 1, tower(weights, s[1]))
+        return lax.while_loop(lambda s: s[0] < 3, body, (0, x[8:16]))
+
+    for each, given in ((fn, x), (of_rows, x.repeat(2, 1))):
+        f = jturnip.jit(each, 3 * LAYER)
+        found = f(*jturnip.host((WEIGHTS, given)))
+        assert_same(found, jax.jit(each)(WEIGHTS, given), ulps=64)
+        assert f.last_run.strategy == "driven"
+        assert f.last_run.peak_bytes <= 3 * LAYER
+
+
+# --- Loops that need not be driven.
+
+
+def rows_until_small(x: Any, scale: Any) -> Any:
+    """Each row goes on by itself, as `vmap` makes it."""
+
+    def one(x: Any, scale: Any) -> Any:
+        body = lambda s: (jnp.sin(s[0]) * scale, s[1] + 1)
+        return lax.while_loop(
+            lambda s: (jnp.abs(s[0]).max() > 1e-2) & (s[1] < 40), body, (x, 0)
+        )
+
+    return jax.vmap(one)(x, scale)
+
+
+def rows_so_often(x: Any, scale: Any) -> Any:
+    """How often is the same for all rows, whose sum is carried too."""
+
+    def body(_: Any, s: Any) -> Any:
+        x, total = s
+        x = jnp.tanh(x * scale[:, None])
+        return x, total + x.sum(0)
+
+    return lax.fori_loop(0, scale.shape[0] // 100, body, (x, jnp.zeros(x.shape[1])))
+
+
+def rows_of_loops_in_loops(x: Any, scale: Any) -> Any:
+    """A scan in a loop, both of which each row does by itself."""
+
+    def one(x: Any, scale: Any) -> Any:
+        step = lambda x, n: (jnp.sin(x + n) * scale, x.sum())
+        body = lambda s: (*lax.scan(step, s[0], jnp.arange(3.0)), s[2] + 1)
+        goes_on = lambda s: (s[1][0] > -5) & (s[2] < 9)
+        return lax.while_loop(goes_on, body, (x, jnp.zeros(3), 0))
+
+    return jax.vmap(one)(x, scale)
+
+
+@pytest.mark.parametrize("share", [0.6, 0.3])
+@pytest.mark.parametrize(
+    "fn",
+    [rows_until_small, rows_so_often, rows_of_loops_in_loops],
+    ids=lambda f: f.__name__,
+)
+def test_what_each_position_does_by_itself_is_done_for_some_at_a_time(fn, share):
+    x, scale = np.random.default_rng(0).uniform(0.3, 0.99, (2, 2000, 40)).astype("f4")
+    scale = scale[:, 0]
+    gpu_bytes = int(share * jturnip.peak_bytes(fn, x, scale))
+    f = jturnip.jit(fn, gpu_bytes)
+    assert_same(f(*jturnip.host((x, scale))), jax.jit(fn)(x, scale), ulps=16)
+    assert f.last_run.strategy != "driven"
+    assert f.last_run.peak_bytes <= gpu_bytes
+
+
+def largest_of_all(x: Any, scale: Any) -> Any:
+    """Whether it goes on depends on all rows."""
+    goes_on = lambda s: (s[0].max() > 0.2) & (s[1] < 30)
+    body = lambda s: (jnp.sin(s[0]) * scale[:, None], s[1] + 1)
+    return lax.while_loop(goes_on, body, (x, 0))
+
+
+def sum_of_all(x: Any, scale: Any) -> Any:
+    """The same, by a sum that is carried."""
+    goes_on = lambda s: s[1] < 3000
+    body = lambda s: (jnp.sin(s[0]) * scale[:, None], s[1] + jnp.abs(s[0]).sum())
+    return lax.while_loop(goes_on, body, (x, jnp.float32(0)))
+
+
+def rows_that_mix(x: Any, scale: Any) -> Any:
+    def body(s: Any) -> Any:
+        x = jnp.sin(s[0]) * scale[:, None]
+        return x - x.mean(0), s[1] + 1
+
+    return lax.while_loop(lambda s: s[1] < 9, body, (x, 0))
+
+
+@pytest.mark.parametrize("share", [0.6, 0.3])
+@pytest.mark.parametrize(
+    "fn", [largest_of_all, sum_of_all, rows_that_mix], ids=lambda f: f.__name__
+)
+def test_what_all_positions_decide_is_not_done_for_some(fn, share):
+    x, scale = np.random.default_rng(0).uniform(0.3, 0.99, (2, 2000, 40)).astype("f4")
+    scale = scale[:, 0]
+    gpu_bytes = int(share * jturnip.peak_bytes(fn, x, scale))
+    f = jturnip.jit(fn, gpu_bytes)
+    assert_same(f(*jturnip.host((x, scale))), jax.jit(fn)(x, scale), ulps=64)
+    assert f.last_run.peak_bytes <= gpu_bytes
+
+
+def centres(x: Any) -> Any:
+    """The distances to all centres in each iteration."""
+
+    def body(s: Any) -> Any:
+        c, _, n = s
+        nearest = ((x[:, None] - c) ** 2).sum(-1).argmin(1)
+        belongs = jax.nn.one_hot(nearest, len(c))
+        new = (belongs.T @ x) / jnp.maximum(belongs.sum(0), 1)[:, None]
+        return new, jnp.abs(new - c).max(), n + 1
+
+    goes_on = lambda s: (s[1] > 1e-4) & (s[2] < 9)
+    return lax.while_loop(goes_on, body, (x[:32], jnp.float32(1), 0))
+
+
+def fitted(x: Any) -> Any:
+    """Gradient descent over all rows, a fixed number of times."""
+
+    def loss(w: Any) -> Any:
+        return jnp.mean(jnp.tanh(jnp.tanh(x @ w) @ w.T) ** 2)
+
+    step = lambda _, w: w - 0.1 * jax.grad(loss)(w)
+    return lax.fori_loop(0, 9, step, jnp.eye(x.shape[1], 64))
+
+
+@pytest.mark.parametrize("share", [0.5, 0.25])
+@pytest.mark.parametrize("fn", [centres, fitted], ids=lambda f: f.__name__)
+def test_a_loop_is_one_task_with_a_body_in_blocks(fn, share):
+    x = np.random.default_rng(0).normal(size=(4000, 8)).astype(np.float32)
+    gpu_bytes = int(share * jturnip.peak_bytes(fn, x))
+    f = jturnip.jit(fn, gpu_bytes)
+    # Sums in another order, in each of nine iterations.
+    assert_same(f(jturnip.host(x)), jax.jit(fn)(x), ulps=256)
+    assert len(f.last_run.order) <= 3
+    assert f.last_run.peak_bytes <= gpu_bytes

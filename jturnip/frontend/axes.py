@@ -1,6 +1,6 @@
 """What each equation does along each dimension: by Shardy's rules, not by a table of ours.
 
-Those of what reads positions are by hand (`byhand.py`); that of a scan follows from the
+Those of what reads positions are by hand (`byhand.py`); that of a loop follows from the
 rules of its body (`iterations.py`).
 
 A rule gives dimensions labels, as an einsum does: dimensions of operands and results with
@@ -21,11 +21,12 @@ from jturnip.frontend.rules import Rule, without
 from jturnip.frontend.values import Equation, FlatJaxpr, is_key
 
 
+_LOOPS = frozenset(["scan", "while"])
 # They call code that is not XLA's own.
 _UNRULED = frozenset("pure_callback ffi_call custom_call".split())
 # They may read and write keys.
 _OF_KEYS = byhand.OF_KEYS.union(
-    "scan random_bits slice squeeze unstack reshape transpose broadcast_in_dim"
+    "scan while random_bits slice squeeze unstack reshape transpose broadcast_in_dim"
     " select_n".split()
 )
 
@@ -80,12 +81,12 @@ def _rules_by_keys(
     before = {key: _known.get(key) for key in distinct}
     found = {key: entry[1] for key, entry in before.items() if entry is not None}
     new = {key: e for key, e in distinct.items() if key not in found}
-    ours = {"scan", *byhand.RULES}
+    ours = {*_LOOPS, *byhand.RULES}
     lowered = {key: e for key, e in new.items() if e.name not in ours}
     of_shardy = shardy.rules_or_none(list(lowered.values()), flat) if lowered else ()
     found.update(zip(lowered, of_shardy, strict=True))
     for key, e in new.items():
-        if e.name == "scan":
+        if e.name in _LOOPS:
             found[key] = iterations.rule_of(e, rules_by(works))
         elif key not in lowered:
             types = flat.operand_types(e), [flat.types[v] for v in e.outputs]
@@ -112,7 +113,7 @@ def _may_have_a_rule(e: Equation, flat: FlatJaxpr) -> bool:
         or e.origin.effects
         or e.driven
         or e.name in _UNRULED
-        or (e.name != "scan" and any(True for _ in costs.nested(e.origin)))
+        or (e.name not in _LOOPS and any(True for _ in costs.nested(e.origin)))
     ):
         return False
     types = [*flat.operand_types(e), *(flat.types[v] for v in e.outputs)]

@@ -25,7 +25,7 @@ from jturnip.frontend.choosing import (
     nbytes_of,
     touched,
 )
-from jturnip.frontend.costs import DeviceRates
+from jturnip.frontend.costs import DeviceRates, slow_in_loops
 from jturnip.frontend.rules import Rule
 from jturnip.frontend.values import Constant, Equation, FlatJaxpr
 from jturnip.units import format_bytes
@@ -49,8 +49,6 @@ _TRIES = (
 )
 # The shares for what is between stretches and stays apart: what is small is in parts too.
 _SHARES_APART = (0.5, 0.125)
-# The CPU's XLA runs gradients of convolutions twenty times slower in a loop.
-_SLOW_IN_LOOPS = {"cpu": frozenset(["conv_general_dilated"])}
 # What takes this share of the budget is made anew for each stretch that reads it, where
 # that takes at most so many times what it takes to move it there and back: parts that are
 # moved are tasks of their own.
@@ -123,7 +121,7 @@ def _in_some_ways(
     known: Known,
 ) -> Iterator[Sequence[FlatJaxpr]]:
     search = Search(known)
-    slow = _SLOW_IN_LOOPS.get(platform, frozenset())
+    slow = slow_in_loops(platform)
     seen: set[Any] = set()
     for tighter, at_once, eager, apart, share in _tries():
         if search.is_over(apart):
@@ -216,15 +214,15 @@ def _lengths(flat: FlatJaxpr, e: Equation, rule: Rule | None) -> list[int]:
     return list(found.values())
 
 
-def has_scans_with_axes(flat: FlatJaxpr, arena: int) -> bool:
-    """Whether there are scans that can be done in parts without being taken apart, with
+def has_loops_with_axes(flat: FlatJaxpr, arena: int, name: str = "scan") -> bool:
+    """Whether there are loops that can be done in parts without being taken apart, with
     room for what all parts read."""
-    scans = tuple(e for e in flat.equations if e.name == "scan")
-    some = dataclasses.replace(flat, equations=scans)
-    of_scans = zip(scans, rules(some, parts.works, Known()), strict=True)
+    loops = tuple(e for e in flat.equations if e.name == name)
+    some = dataclasses.replace(flat, equations=loops)
+    of_loops = zip(loops, rules(some, parts.works, Known()), strict=True)
     return any(
         rule is not None and _least_whole_bytes(flat, e, rule) <= arena
-        for e, rule in of_scans
+        for e, rule in of_loops
     )
 
 

@@ -125,9 +125,6 @@ class _Inliner:
             return self.call(chosen, operands[1:], (*calls, eqn))
         if hints.is_move(eqn):
             return operands
-        if eqn.primitive.name == "while" and not eqn.effects:
-            if eqn.params["cond_jaxpr"].out_avals[0].shape:
-                return self.call(stacks.as_one(eqn), operands, (*calls, eqn))
         return self.builder.emit(eqn, operands, calls)
 
     def _chosen(self, eqn: Any) -> Any:

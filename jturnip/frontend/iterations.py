@@ -1,29 +1,34 @@
-"""Scans along axes that all of their iterations leave alone.
+"""Loops along axes that all of their iterations leave alone.
 
 A batch of chains, of sequences, of particles: where no iteration mixes what is at two
 positions along an axis, a part of the positions can be taken through all iterations by
 itself. Along such an axis a scan has a rule as any other equation has (`axes.py`): it
-follows from the rules of what is in its body.
+follows from the rules of what is in its body. So has a loop whose condition reads nothing
+of what is cut, or asks for each position by itself, as `jax.vmap` makes it.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import jaxpr_as_fun
 
 from jturnip import compat
 from jturnip.errors import UnsupportedError
 from jturnip.frontend import costs
 from jturnip.frontend.inline import inline
 from jturnip.frontend.loops import scan_counts
+from jturnip.frontend.results import live
 from jturnip.frontend.rules import SAME, Along, Rule, without
 from jturnip.frontend.sets import Joined
-from jturnip.frontend.values import Constant, Equation, FlatJaxpr, Type, read_by
+from jturnip.frontend.values import Constant, Equation, FlatJaxpr, Type, bind, read_by
 
 
 # What is done again for every part may be this share of the work.
@@ -47,19 +52,23 @@ Apply: TypeAlias = Callable[
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """An axis of a scan's body."""
+    """An axis of a loop's body."""
 
     # Value → the dimension along which it is cut.
     dims: Mapping[int, int]
-    # How each result of the scan is combined; None for one that is cut.
+    # How each result of the loop is combined; None for one that is cut.
     how: tuple[str | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """What a scan does in each iteration."""
+    """What a loop does in each iteration."""
 
+    # Of constants, carried values and positions of scanned arrays: the next carried values
+    # and what is stacked.
     flat: FlatJaxpr
+    # Whether the loop goes on; None for a scan.
+    condition: int | None
     # How many constants, carried values and scanned arrays there are.
     counts: tuple[int, int, int]
     axes: tuple[Axis, ...]
@@ -78,29 +87,46 @@ class Body:
 
 
 def body_of(eqn: Any, rules: Rules) -> Body | None:
-    """The body of a scan with its axes; None where it is not one of plain arrays."""
-    counts = scan_counts(eqn)
-    return _body_of(eqn.params["jaxpr"], counts, rules, compat.trace_context())
+    """The body of a loop with its axes; None where it is not one of plain arrays."""
+    if eqn.primitive.name == "while":
+        params = eqn.params
+        of_condition, of_body = params["cond_nconsts"], params["body_nconsts"]
+        consts = of_condition + of_body
+        counts = consts, len(eqn.invars) - consts, 0
+        condition = params["cond_jaxpr"], of_condition
+        closed = params["body_jaxpr"]
+    else:
+        counts, condition, closed = scan_counts(eqn), None, eqn.params["jaxpr"]
+    return _body_of(closed, condition, counts, rules, compat.trace_context())
 
 
 @functools.lru_cache(maxsize=1024)
 def _body_of(
-    closed: Any, counts: tuple[int, int, int], rules: Rules, context: Hashable
+    closed: Any,
+    condition: tuple[Any, int] | None,
+    counts: tuple[int, int, int],
+    rules: Rules,
+    context: Hashable,
 ) -> Body | None:
     del context  # what the rules depend on
+    if condition is not None:
+        closed = _with_condition(closed, *condition)
     try:
         flat = inline(closed)
     except UnsupportedError:
         return None
     if flat.constants:
         return None
-    consts, carry, _ = counts
     joined, whole = Joined[tuple[int, int]](), set[tuple[int, int]]()
     of_equation = rules(flat)
     for e, rule in zip(flat.equations, of_equation, strict=True):
         _see(e, rule, flat, joined, whole)
+    goes_on = None
+    if condition is not None:
+        goes_on, *outputs = flat.result_values
+        flat = dataclasses.replace(flat, outputs=tuple(outputs))
     # What an iteration hands on is what the next one gets.
-    for v, w in zip(flat.inputs[consts : consts + carry], flat.result_values, strict=False):
+    for v, w in _carried(flat, counts):
         for dim in range(len(flat.types[v].shape)):
             joined.join((v, dim), (w, dim))
     named: dict[tuple[int, int], dict[int, int]] = {}
@@ -111,11 +137,34 @@ def _body_of(
             bad.add(name)
         named[name][v] = dim
     axes = (
-        _axis(flat, counts, of_equation, dims)
+        _axis(flat, goes_on, counts, of_equation, dims)
         for name, dims in named.items()
         if name not in bad
     )
-    return Body(flat, counts, tuple(axis for axis in axes if axis is not None))
+    axes = tuple(axis for axis in axes if axis is not None)
+    return Body(flat, goes_on, counts, axes)
+
+
+def _with_condition(body: Any, condition: Any, of_condition: int) -> Any:
+    """A function of the constants of a condition and those of a body, then of what is
+    carried: whether the loop goes on from there, and what is carried then."""
+    carry = len(body.out_avals)
+    inner, consts = condition.in_avals[:of_condition], body.in_avals[: -carry or None]
+
+    def both(*values: Any) -> list[Any]:
+        mine, carried = values[:of_condition], values[len(values) - carry :]
+        goes_on = jaxpr_as_fun(condition)(*mine, *carried)
+        return [*goes_on, *jaxpr_as_fun(body)(*values[of_condition:])]
+
+    types = (*inner, *consts, *body.in_avals[len(body.in_avals) - carry :])
+    return jax.make_jaxpr(both)(*(Type.of(t).struct() for t in types))
+
+
+def _carried(flat: FlatJaxpr, counts: tuple[int, int, int]) -> list[tuple[int, int]]:
+    """What is carried, and what takes its place in the next iteration."""
+    consts, carry, _ = counts
+    inputs = flat.inputs[consts : consts + carry]
+    return list(zip(inputs, flat.result_values[:carry], strict=True))
 
 
 def _see(
@@ -150,6 +199,7 @@ def _types(e: Equation, flat: FlatJaxpr) -> list[Type]:
 
 def _axis(
     flat: FlatJaxpr,
+    goes_on: int | None,
     counts: tuple[int, int, int],
     rules: Sequence[Rule | None],
     dims: Mapping[int, int],
@@ -157,7 +207,7 @@ def _axis(
     """An axis, if a body can be done in parts along it: along one label of each equation,
     with little that is done for all parts alike, and whole positions of all between its
     ends."""
-    ends = {*flat.inputs, *flat.result_values}.intersection(dims)
+    ends = {*flat.inputs, *flat.result_values, goes_on}.intersection(dims)
     sizes = {v: flat.types[v].shape[dim] for v, dim in dims.items()}
     length = math.gcd(*(sizes[v] for v in ends))
     if length < 2 or any(size % length for size in sizes.values()):
@@ -176,8 +226,31 @@ def _axis(
     sums = _sums(flat, counts, hows, dims)
     if sums is None:
         return None
+    if goes_on is not None and not _goes_on_alike(flat, goes_on, counts, dims, sums):
+        return None
     how = (None if v in dims else "add" if v in sums else SAME for v in flat.result_values)
     return Axis(dims, tuple(how))
+
+
+def _goes_on_alike(
+    flat: FlatJaxpr,
+    goes_on: int,
+    counts: tuple[int, int, int],
+    dims: Mapping[int, int],
+    sums: Collection[int],
+) -> bool:
+    """Whether a loop on parts does for each position what the loop on all does.
+
+    A condition may ask for each position along the first dimensions of all that is carried,
+    as `jax.vmap` makes it: then those where it says no stay as they are, and the loop goes
+    on for the others. So a part may do without iterations that only others need. Else all
+    parts must be told the same.
+    """
+    places = [dims.get(v) for v, _ in _carried(flat, counts)]
+    if goes_on in dims:
+        return all(at == dims[goes_on] for at in places)
+    outer = len(flat.types[goes_on].shape)
+    return goes_on not in sums and all(at is None or at >= outer for at in places)
 
 
 def _sums(
@@ -196,10 +269,7 @@ def _sums(
       hows: of each equation that is cut, how the results that it reduces to are combined.
       dims: what is cut.
     """
-    consts, carry, _ = counts
-    carried = list(
-        zip(flat.inputs[consts : consts + carry], flat.result_values, strict=False)
-    )
+    carried = _carried(flat, counts)
     sums: set[int] = set()
     while True:
         before = len(sums)
@@ -259,7 +329,7 @@ def _labels(e: Equation, rule: Rule | None, cut: Mapping[int, int]) -> Iterator[
 
 
 def rule_of(e: Equation, rules: Rules) -> Rule | None:
-    """The rule of a scan: the labels are those of its body that operands have."""
+    """The rule of a loop: the labels are those of its body that operands have."""
     body = body_of(e.origin, rules)
     if body is None:
         return None
@@ -283,7 +353,7 @@ def rule_of(e: Equation, rules: Rules) -> Rule | None:
 def on_part(
     e: Equation, operands: Sequence[Any], along: Along, low: Any, rules: Rules, apply: Apply
 ) -> Sequence[Any]:
-    """A scan of parts: the same iterations of a smaller body."""
+    """A loop of parts: the iterations of a smaller body."""
     body = body_of(e.origin, rules)
     assert body is not None
     at, (dim, scale) = next((i, cut) for i, cut in enumerate(along.operands) if cut)
@@ -298,6 +368,8 @@ def on_part(
         lax.select(low == 0, x, lax.full_like(x, 0)) if how == "add" else x
         for x, how in zip(carried, axis.how, strict=False)
     ]
+    if body.condition is not None:
+        return _while(e, body.condition, iteration, first, carried)
 
     def step(carried: Any, xs: Any) -> tuple[Any, Any]:
         results = iteration.run([*first, *carried, *xs])
@@ -314,6 +386,39 @@ def on_part(
             unroll=params["unroll"],
         )
     return *carried, *stacked
+
+
+def _while(
+    e: Equation,
+    goes_on: int,
+    iteration: "_Iteration",
+    consts: Sequence[Any],
+    carried: Sequence[Any],
+) -> Sequence[Any]:
+    """A loop of parts that goes on while its condition says so, perhaps for each position:
+    that only the primitive itself takes."""
+    count, low = len(consts), jnp.asarray(iteration.low)
+    of = lambda outputs: live(dataclasses.replace(iteration.flat, outputs=outputs))
+
+    def made(outputs: tuple[int, ...]) -> Any:
+        part = dataclasses.replace(iteration, flat=of(outputs))
+
+        def function(low: Any, *operands: Any) -> list[Any]:
+            return dataclasses.replace(part, low=low).run(operands)
+
+        structs = [Type.of(jax.typeof(x)).struct() for x in (low, *consts, *carried)]
+        return jax.make_jaxpr(function)(*structs)
+
+    # The condition and the body are given the same.
+    given = (low, *consts)
+    return bind(
+        e.origin,
+        (*given, *given, *carried),
+        cond_jaxpr=made((goes_on,)),
+        cond_nconsts=1 + count,
+        body_jaxpr=made(iteration.flat.result_values),
+        body_nconsts=1 + count,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,7 @@ def _apply(
     """
     if e.name in _BY_POSITION:
         results = [_BY_POSITION[e.name](e, operands, shapes[0], along, low)]
-    elif e.name == "scan":
+    elif e.name in ("scan", "while"):
         results = iterations.on_part(e, operands, along, low, axes.rules_by(works), _apply)
     else:
         if e.name == "ragged_dot_general":
@@ -439,7 +439,7 @@ def on_part(
 
     def function(low: Any, *operands: Any) -> Any:
         results = _apply(e, operands, shapes, along, low)
-        # What a scan hands on unchanged JAX gives back as it is: here each is a new value.
+        # What a loop hands on unchanged JAX gives back as it is: here each is a new value.
         there = {id(x) for x in operands}
         new = []
         for x in results:

@@ -90,10 +90,17 @@ def sliced_aside(eqn: Any, rows: int) -> Any:
     return jax.make_jaxpr(lambda array: bind(eqn, (array,), **changed))(struct)
 
 
+def asks_for_each(eqn: Any) -> bool:
+    """Whether it is a `while` whose condition says for each of several whether it goes on,
+    as `vmap` makes it."""
+    if eqn.primitive.name != "while":
+        return False
+    return bool(eqn.params["cond_jaxpr"].out_avals[0].shape)
+
+
 def as_one(eqn: Any) -> Any:
-    """A jaxpr that does what a `while` does whose condition says for each of several
-    whether it goes on, as `vmap` makes it: with one that goes on while any does, and hands
-    on the others as they are."""
+    """A jaxpr that does what a `while` does that `asks_for_each`: with one that goes on
+    while any does, and hands on the others as they are."""
     closed, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
     goes_on, iterate = map(jax.extend.core.jaxpr_as_fun, (closed, body))
     of_condition, of_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]

@@ -178,6 +178,14 @@ class _Streamer:
             return value.values[length]
         return value
 
+    def _computed(self, value: Atom, calls: tuple[Any, ...]) -> Atom:
+        """A value that is there for what is driven: tasks read parts of what is in host
+        memory, a loop does not."""
+        if isinstance(value, Constant) or value not in self._slices.values():
+            return value
+        t = self._builder.types[value]
+        return self._builder.ours(stacks.copying(t), (value,), calls)[0]
+
     def _joined(self, stack: Stack, calls: tuple[Any, ...]) -> int:
         builder, made = self._builder, stack.made
         if stack.parts is None:
@@ -279,7 +287,7 @@ class _Streamer:
             return self._scan(e, operands)
         if id(origin) in self._cuts.long:
             made = stacks.as_while(origin, *scan_counts(origin)[:2])
-            whole = [self._whole(v, calls) for v in operands]
+            whole = [self._computed(self._whole(v, calls), calls) for v in operands]
             return self._builder.ours(made, whole, e.within, driven="while")
         taken = None
         if e.name == "slice":
@@ -295,6 +303,11 @@ class _Streamer:
             return [Spread(e, operand, types[0])]
         whole = [self._whole(v, calls) for v in operands]
         driven = e.driven or is_driven(origin, self._streaming)
+        if driven:
+            whole = [self._computed(v, calls) for v in whole]
+            if stacks.asks_for_each(origin):
+                made = stacks.as_one(origin)
+                return self._builder.ours(made, whole, e.within, driven="while")
         return self._builder.emit(origin, whole, calls, e.ours, driven, types)
 
     def _is_spread(self, e: Equation) -> bool:

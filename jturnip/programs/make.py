@@ -5,12 +5,13 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from jturnip import compat
 from jturnip.errors import DoesNotFit, PlanningError
 from jturnip.frontend import costs
-from jturnip.frontend.blocks import Ways, cut_along_axes, has_scans_with_axes
+from jturnip.frontend.blocks import Ways, cut_along_axes, has_loops_with_axes
+from jturnip.frontend.bodies import with_bodies_in_blocks
 from jturnip.frontend.flatten import flatten
 from jturnip.frontend.inline import Condition, argument_avals
 from jturnip.frontend.streaming import Seen
@@ -91,9 +92,7 @@ def _made(
     to_host: frozenset[int],
     condition: Condition | None,
 ) -> Program | DoesNotFit:
-    avals = argument_avals(closed, condition)
     refusals: list[DoesNotFit] = []
-    seen = Seen(platform=compat.lowering_platform(arguments.device))
     if how.axes:  # only what cannot be planned otherwise is cut along its axes
         uncut = dataclasses.replace(how, axes=False)
         try:
@@ -102,39 +101,71 @@ def _made(
             )
         except DoesNotFit as error:
             refusals.append(error.with_traceback(None))
-        if how.streams and not how.finest:
-            flat = flatten(closed, forwarded, None, condition, seen)
-            if has_scans_with_axes(flat, budget.arena(arguments.device)):
-                make = functools.partial(_cut_along_axes, flat, arguments, budget, how)
-                try:
-                    return _for_any_call(make, budget, how, to_host)
-                except DoesNotFit as error:
-                    refusals.append(error.with_traceback(None))
-    for attempt in how.attempts if not (how.axes and how.finest) else ():
-        streaming = None
-        if how.streams:
-            streaming = attempts.streaming(avals, arguments, budget, attempt)
-            if how.accelerator is not None:
-                expected = rates(arguments.device, how.accelerator)
-                streaming = dataclasses.replace(streaming, rates=expected)
-        flat = flatten(closed, forwarded, streaming, condition, seen)
-        has_loops = any(e.name in ("scan", "while", "cond") for e in flat.equations)
-        if how.axes and streaming is not None and not has_loops:
-            # What was cut along rows is to be cut along any axis instead.
-            flat = flatten(closed, forwarded, None, condition, seen)
-        make = functools.partial(_of_flat, flat, arguments, budget, how, attempt)
+    for make in _tries(closed, forwarded, arguments, budget, how, condition):
         try:
             return _for_any_call(make, budget, how, to_host)
         except DoesNotFit as error:
             refusals.append(error.with_traceback(None))
-            if not has_loops or streaming is None:
-                break
     refusal = min(refusals, key=lambda refusal: refusal.needed_bytes)
     return refusal.with_traceback(None)
 
 
+# Makes a program, of the results that end in host memory.
+_Try: TypeAlias = Callable[[frozenset[int]], "Straight | Chain"]
+
+
+def _tries(
+    closed: Any,
+    forwarded: Collection[int] | Mapping[int, int],
+    arguments: Arguments,
+    budget: Budget,
+    how: How,
+    condition: Condition | None,
+) -> Iterator[_Try]:
+    """What is tried for a function, one after the other until something fits."""
+    seen = Seen(platform=compat.lowering_platform(arguments.device))
+    flat = flatten(closed, forwarded, None, condition, seen)
+    device = arguments.device
+    arena, expected = budget.arena(device), rates(device, how.accelerator)
+    loops_stay = how.streams and not how.finest
+    in_blocks = with_bodies_in_blocks(flat, arena, expected, seen) if loops_stay else ()
+    if how.axes and loops_stay:
+        if has_loops_with_axes(flat, arena):
+            yield functools.partial(_cut_along_axes, flat, arguments, budget, how)
+        for cut in in_blocks:
+            yield functools.partial(_cut_along_axes, cut, arguments, budget, how)
+    avals = argument_avals(closed, condition)
+    for attempt in how.attempts if not (how.axes and how.finest) else ():
+        streaming, tried = None, flat
+        if how.streams:
+            streaming = attempts.streaming(avals, arguments, budget, attempt)
+            if how.accelerator is not None:
+                streaming = dataclasses.replace(streaming, rates=expected)
+            tried = flatten(closed, forwarded, streaming, condition, seen)
+        has_loops = any(e.name in ("scan", "while", "cond") for e in tried.equations)
+        if has_loops or not how.axes:
+            apart = loops_stay and _takes_loops_apart(tried, flat)
+            # Rather than driven, a loop is done for a part of the positions along an axis.
+            if apart and has_loops_with_axes(flat, arena, "while"):
+                yield functools.partial(_cut_along_axes, flat, arguments, budget, how)
+            # Rather than taken apart, loops are one task.
+            for cut in in_blocks if apart else ():
+                yield functools.partial(_straight, cut, arguments, budget, how)
+        else:  # what was cut along rows is to be cut along any axis instead
+            tried = flat
+        yield functools.partial(_of_flat, tried, arguments, budget, how, attempt)
+        if not has_loops or streaming is None:
+            break
+
+
+def _takes_loops_apart(tried: FlatJaxpr, flat: FlatJaxpr) -> bool:
+    """Whether a function has loops that are driven, or cut, when it is so streamed."""
+    loops = [sum(e.name == "scan" for e in each.equations) for each in (flat, tried)]
+    return any(e.driven for e in tried.equations) or loops[0] != loops[1]
+
+
 def _for_any_call(
-    make: Callable[[frozenset[int]], "Straight | Chain"],
+    make: _Try,
     budget: Budget,
     how: How,
     to_host: frozenset[int],
@@ -207,7 +238,7 @@ def or_in_blocks(
     flat = flatten(closed, forwarded, None, None, seen)
     loops = [e for e in flat.equations if any(True for _ in costs.nested(e.origin))]
     apart = bool(loops) and len(made.flat.equations) > len(flat.equations)
-    scans = apart and has_scans_with_axes(flat, budget.arena(arguments.device))
+    scans = apart and has_loops_with_axes(flat, budget.arena(arguments.device))
     if len(tasks) > _SOME_TASKS or not (scans or (waits and not loops)):
         return made
     found = [made]

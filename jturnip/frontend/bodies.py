@@ -1,0 +1,150 @@
+"""A pass: loops and branches that stay whole, with what they do inside done in blocks.
+
+What a loop reads and carries often fits where what one iteration makes in between does not.
+Then the loop need not be taken apart, nor driven from outside: its body, cut as any other
+function is (`choosing.py`), holds one block of that at once, and the loop is one task.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import jax
+
+from jturnip.errors import UnsupportedError
+from jturnip.frontend.choosing import Room, Search, Where, cut_once, nbytes_of
+from jturnip.frontend.costs import DeviceRates, slow_in_loops
+from jturnip.frontend.loops import scan_counts
+from jturnip.frontend.streaming import Seen
+from jturnip.frontend.values import Constant, Equation, FlatJaxpr, bind, read_by
+
+
+# What is tried: as for so many times less than there is, with XLA holding so much of a
+# block at once, in values of the widest equation; and what is large.
+_TRIES = (
+    (1, 1, 0.5),
+    (1, 1, 0.125),
+    (1, 2, 0.125),
+    (2, 2, 0.125),
+    (4, 2, 0.125),
+    (16, 2, 0.125),
+)
+# What holds the jaxprs of what is done inside.
+_INSIDE = {
+    "scan": ("jaxpr",),
+    "while": ("cond_jaxpr", "body_jaxpr"),
+    "cond": ("branches",),
+}
+
+
+def with_bodies_in_blocks(
+    flat: FlatJaxpr, arena: int, rates: DeviceRates, seen: Seen
+) -> Iterator[FlatJaxpr]:
+    """The function with the bodies of its loops and branches in blocks, in some ways that
+    are worth trying: those with the fewest blocks first.
+
+    Args:
+      flat: a function of which something does not fit.
+      arena: bytes on the device.
+      rates: what the device is expected to do.
+      seen: what is known of the function; grows.
+    """
+    search, found = Search(seen.rules), set[Any]()
+    for tighter, at_once, share in _TRIES:
+        bodies = _Bodies(tighter, at_once, share, rates, seen, search)
+        cut, how = bodies.in_blocks(flat, arena)
+        if how and how not in found:
+            found.add(how)
+            yield cut
+
+
+# What was cut, and how; nothing where nothing was.
+_How: TypeAlias = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Bodies:
+    """Bodies done in blocks, in one way."""
+
+    tighter: int
+    at_once: float
+    share: float
+    rates: DeviceRates
+    seen: Seen
+    search: Search
+
+    def in_blocks(self, flat: FlatJaxpr, arena: int) -> tuple[FlatJaxpr, _How]:
+        """A function with its loops and branches so."""
+        made = [self._equation(e, flat, arena) for e in flat.equations]
+        how = tuple((i, each) for i, (_, each) in enumerate(made) if each)
+        if not how:
+            return flat, ()
+        return dataclasses.replace(flat, equations=tuple(e for e, _ in made)), how
+
+    def _equation(self, e: Equation, flat: FlatJaxpr, arena: int) -> tuple[Equation, _How]:
+        inside = _INSIDE.get(e.name, ())
+        if not inside or e.driven or e.effects or e.origin.effects:
+            return e, ()
+        free = (arena - _bytes_outside(e, flat)) // self.tighter
+        if free <= 0:
+            return e, ()
+        changed, how = {}, []
+        for name in inside:
+            param = e.origin.params[name]
+            several = isinstance(param, tuple)
+            made = [self._body(each, free) for each in (param if several else (param,))]
+            changed[name] = tuple(body for body, _ in made) if several else made[0][0]
+            how.append(tuple(each for _, each in made))
+        if not any(map(any, how)):
+            return e, ()
+        structs = [t.struct() for t in flat.operand_types(e)]
+        closed = jax.make_jaxpr(lambda *x: bind(e.origin, x, **changed))(*structs)
+        (origin,) = closed.jaxpr.eqns
+        return dataclasses.replace(e, origin=origin, calls=e.within, ours=True), tuple(how)
+
+    def _body(self, closed: Any, free: int) -> tuple[Any, _How]:
+        """What is done inside, of which so many bytes are free for what it makes."""
+        try:
+            flat = self.seen.inline(closed)
+        except UnsupportedError:
+            return closed, ()
+        there = frozenset((*flat.inputs, *(v for v, _ in flat.constants)))
+        made, deeper = self.in_blocks(flat, free + nbytes_of(flat, there))
+        least = max(1, int(free * self.share))
+        room = Room(
+            free,
+            least,
+            self.at_once,
+            eager=False,
+            apart=False,
+            side_by_side=False,
+            slow=slow_in_loops(self.seen.platform),
+            rates=self.rates,
+            where=Where(frozenset(), there),
+        )
+        made, how = cut_once(made, room, False, self.search)
+        if not how and not deeper:
+            return closed, ()
+        structs = [flat.types[v].struct() for v in flat.inputs]
+        return jax.make_jaxpr(functools.partial(_evaluated, made))(*structs), (deeper, how)
+
+
+def _bytes_outside(e: Equation, flat: FlatJaxpr) -> int:
+    """What is there all the time: operands, and results that do not take their place."""
+    carried = 0
+    if e.name == "while":
+        carried = len(e.outputs)
+    elif e.name == "scan":
+        carried = scan_counts(e.origin)[1]
+    return nbytes_of(flat, {*read_by(e), *e.outputs[carried:]})
+
+
+def _evaluated(flat: FlatJaxpr, *operands: Any) -> list[Any]:
+    values = dict(zip(flat.inputs, operands, strict=True))
+    values.update(flat.constants)
+    for e in flat.equations:
+        read = [v.value if isinstance(v, Constant) else values[v] for v in e.inputs]
+        values.update(zip(e.outputs, e.bind(read), strict=True))
+    return [values[v] for v in flat.result_values]

@@ -799,3 +799,46 @@ def test_a_loop_is_one_task_with_a_body_in_blocks(fn, share):
     assert_same(f(jturnip.host(x)), jax.jit(fn)(x), ulps=256)
     assert len(f.last_run.order) <= 3
     assert f.last_run.peak_bytes <= gpu_bytes
+
+
+def eigenvector(x: Any) -> Any:
+    """The kernel is made before the loop, and read in each iteration and after it."""
+    kernel = jnp.exp(-((x[:, None] - x) ** 2).sum(-1))
+
+    def body(s: Any) -> Any:
+        new = kernel @ s[0]
+        new = new / jnp.linalg.norm(new)
+        return new, jnp.linalg.norm(new - s[0]), s[2] + 1
+
+    goes_on = lambda s: (s[1] > 1e-3) & (s[2] < 8)
+    found, _, count = lax.while_loop(goes_on, body, (jnp.ones(len(x)), jnp.inf, 0))
+    return found, kernel @ found, count
+
+
+def solved(x: Any) -> Any:
+    """A system with the kernel as its matrix, by a solver of JAX."""
+    kernel = jnp.exp(-((x[:, None] - x) ** 2).sum(-1)) + 30 * jnp.eye(len(x))
+    return jax.scipy.sparse.linalg.cg(lambda v: kernel @ v, x, maxiter=4)[0]
+
+
+def with_stacks(x: Any) -> Any:
+    """A scan that reads the kernel, something else, and a stack."""
+    kernel, small = jnp.exp(-((x[:, None] - x) ** 2).sum(-1)), jnp.sin(x[0])
+
+    def step(carried: Any, row: Any) -> Any:
+        carried = jnp.tanh(kernel @ carried * small / 99 + row)
+        return carried, carried.sum(0)
+
+    return lax.scan(step, x, jnp.arange(5.0)[:, None], reverse=True)
+
+
+@pytest.mark.parametrize("share", [0.6, 0.2])
+@pytest.mark.parametrize("fn", [eigenvector, solved, with_stacks], ids=lambda f: f.__name__)
+def test_a_kernel_is_made_in_each_iteration_where_it_has_no_room(fn, share):
+    x = np.random.default_rng(0).normal(size=(700, 3)).astype(np.float32)
+    gpu_bytes = int(share * jturnip.peak_bytes(fn, x))
+    f = jturnip.jit(fn, gpu_bytes)
+    # Sums of 700 in another order, in each of some iterations.
+    assert_same(f(jturnip.host(x)), jax.jit(fn)(x), ulps=512)
+    assert f.last_run.peak_bytes <= gpu_bytes
+    assert f.last_run.h2d_bytes < 4 * x.nbytes

@@ -65,18 +65,18 @@ def _with_one_more(
         if v in settled or v in results:
             continue
         settled.add(v)
-        making = _making(flat, writer, v, large)
-        if not making:
+        steps = making(flat, writer, v, large)
+        if not steps:
             continue
         stretches = stretches or Stretches(flat, rules(flat, parts.works, known))
         inside = _together(stretches, v, large.nbytes)
         outside = frozenset(stretches.readers.get(v, ())) - inside
         if inside and outside:
-            return _with_copy(flat, making, v, outside)
+            return _with_copy(flat, steps, v, outside)
     return None
 
 
-def _making(flat: FlatJaxpr, writer: dict[int, int], v: int, large: Large) -> Sequence[int]:
+def making(flat: FlatJaxpr, writer: dict[int, int], v: int, large: Large) -> Sequence[int]:
     """The equations that make a large value of small ones, in order; none where it is not
     made of less than it is, or not quickly."""
     seconds = large.seconds_per_byte * flat.types[v].nbytes

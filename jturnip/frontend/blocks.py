@@ -99,7 +99,7 @@ def cut_along_axes(
     known = Known()
     if arena <= 0 or not _may_be_cut(flat, arena, where, known):
         return
-    large = Large(int(arena * _LARGE), _CHEAPER * seconds_per_byte, rates.flops_per_second)
+    large = large_for(arena, rates, seconds_per_byte)
     alone = made_anew(flat, large, known)
     doubtful: list[Ways] = []
     for each in [flat] if alone is flat else [alone, flat]:
@@ -110,6 +110,11 @@ def cut_along_axes(
             else:
                 doubtful.append(Ways(tuple(ways), doubtful=True))
     yield from doubtful
+
+
+def large_for(arena: int, rates: DeviceRates, seconds_per_byte: float) -> Large:
+    """What is made anew rather than kept, of so many bytes."""
+    return Large(int(arena * _LARGE), _CHEAPER * seconds_per_byte, rates.flops_per_second)
 
 
 def _in_some_ways(

@@ -14,9 +14,11 @@ from typing import Any, TypeAlias
 import jax
 
 from jturnip.errors import UnsupportedError
+from jturnip.frontend.anew import Large
 from jturnip.frontend.choosing import Room, Search, Where, cut_once, nbytes_of
 from jturnip.frontend.costs import DeviceRates, slow_in_loops
 from jturnip.frontend.loops import scan_counts
+from jturnip.frontend.sinking import sunk
 from jturnip.frontend.streaming import Seen
 from jturnip.frontend.values import Constant, Equation, FlatJaxpr, bind, read_by
 
@@ -40,7 +42,7 @@ _INSIDE = {
 
 
 def with_bodies_in_blocks(
-    flat: FlatJaxpr, arena: int, rates: DeviceRates, seen: Seen
+    flat: FlatJaxpr, arena: int, rates: DeviceRates, large: Large, seen: Seen
 ) -> Iterator[FlatJaxpr]:
     """The function with the bodies of its loops and branches in blocks, in some ways that
     are worth trying: those with the fewest blocks first.
@@ -49,9 +51,11 @@ def with_bodies_in_blocks(
       flat: a function of which something does not fit.
       arena: bytes on the device.
       rates: what the device is expected to do.
+      large: what is made again in each iteration rather than kept.
       seen: what is known of the function; grows.
     """
     search, found = Search(seen.rules), set[Any]()
+    flat = sunk(flat, large)
     for tighter, at_once, share in _TRIES:
         bodies = _Bodies(tighter, at_once, share, rates, seen, search)
         cut, how = bodies.in_blocks(flat, arena)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 
-from jturnip.frontend.rules import SCATTERS, Rule
+from jturnip.frontend.rules import SCATTERED_IN_PARTS, SCATTERS, Rule
 from jturnip.frontend.values import Equation, Type, is_key
 
 
@@ -189,7 +189,8 @@ def _gather(e: Equation, operands: Sequence[Type], results: Sequence[Type]) -> R
 
 
 def _scatter(e: Equation, operands: Sequence[Type], results: Sequence[Type]) -> Rule | None:
-    """Parts of what is written to: each takes the updates that are for it."""
+    """Parts of what is written to: each takes the updates that are for it. Or parts of the
+    updates, where it does not matter in which order these are combined."""
     operand, indices, updates = operands
     numbers = e.origin.params["dimension_numbers"]
     gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
@@ -205,15 +206,22 @@ def _scatter(e: Equation, operands: Sequence[Type], results: Sequence[Type]) -> 
             labels[d] = _INDEXED + d
     batching = numbers.scatter_indices_batching_dims
     _batched(labels, numbers.operand_batching_dims, batching)
-    # The result is whole along what only indices and updates are cut along.
-    of_indices = [x if x in labels else None for x in _of_indices(indices)]
+    # Along what only indices and updates have, each part gives all of the result.
+    how = SCATTERED_IN_PARTS.get(e.name)
+    alone = {x for x in _of_indices(indices) if x is not None and x not in labels}
+    gone_too: set[int] = set() if how else alone
+    known = {*labels, *alone} - gone_too
+    kept = lambda found: [x if x in known else None for x in found]
     return Rule(
         (
             _large(operand, labels),
-            tuple(of_indices),
-            _large(updates, [x if x in labels else None for x in of_updates]),
+            tuple(kept(_of_indices(indices))),
+            _large(
+                updates, kept(x if x in (*labels, *alone) else None for x in of_updates)
+            ),
         ),
         (_large(results[0], labels),),
+        {label: (how,) for label in alone} if how else {},
     )
 
 

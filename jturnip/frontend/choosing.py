@@ -217,8 +217,13 @@ class _Choice:
             before = len(self.cuttings)
             if not self._cut_together(members) and least < self._room.arena:
                 self.cut(members, 2 * least)
-            elif self._room.apart and len(self.cuttings) > before:
+            elif self._leaves_others and len(self.cuttings) > before:
                 self.cut([i for i in members if i not in self._taken], least)
+
+    @property
+    def _leaves_others(self) -> bool:
+        """Whether what one stretch leaves over is cut too: blocks are no more tasks."""
+        return self._room.apart or not self._tasks
 
     def _cut_together(self, members: Sequence[int]) -> bool:
         """Cuts the best stretch among some equations; whether anything is done for them."""

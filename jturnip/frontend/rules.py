@@ -26,6 +26,13 @@ SAME = "same"
 SCATTERS = frozenset(
     ["scatter", *(f"scatter-{how}" for how in "add sub mul min max".split())]
 )
+# How results of parts of the updates are combined, each written into nothing.
+SCATTERED_IN_PARTS = {
+    "scatter-add": "add",
+    "scatter-sub": "add",
+    "scatter-min": "min",
+    "scatter-max": "max",
+}
 
 
 @dataclass(frozen=True, slots=True)

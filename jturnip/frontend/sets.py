@@ -27,3 +27,10 @@ class Joined(Generic[Node]):
 
     def __iter__(self) -> Iterator[Node]:
         return iter(self._above)
+
+    def sets(self) -> list[list[Node]]:
+        """The nodes by sets, in the order in which they came."""
+        found: dict[Node, list[Node]] = {}
+        for node in list(self._above):
+            found.setdefault(self.find(node), []).append(node)
+        return list(found.values())

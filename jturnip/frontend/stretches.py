@@ -20,6 +20,10 @@ from jturnip.frontend.values import Constant, Equation, FlatJaxpr, read_by
 
 # A stretch has so many ends at most, found one after the other.
 _MOST_ENDS = 8
+# So many values that nothing in parts connects are cut together; of what is whole inside a
+# stretch, what is a larger share of its largest value.
+_MOST_SEEDS = 64
+_SMALL_BESIDE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +189,7 @@ class Stretches:
         such values to one another are in one, with all that is on the way between them."""
         types, inside = self.flat.types, set(among)
         joined = Joined[int]()
-        for i in among:
+        for i in sorted(among):
             e = self.flat.equations[i]
             values = *read_by(e), *e.outputs
             if self.inner[i] > least or any(types[v].nbytes > least for v in values):
@@ -195,13 +199,20 @@ class Stretches:
                     for reader in self.readers.get(v, ()):
                         if reader in inside:
                             joined.join(i, reader)
-        sets: dict[int, list[int]] = {}
-        for i in sorted(joined):
-            sets.setdefault(joined.find(i), []).append(i)
-        return [
-            [i for i in self.between(self._with_spread(each, inside)) if i in inside]
-            for each in sets.values()
-        ]
+        found = (self.between(self._with_spread(each, inside)) for each in joined.sets())
+        return self._apart([[i for i in each if i in inside] for each in found], inside)
+
+    def _apart(self, sets: list[list[int]], inside: Collection[int]) -> list[list[int]]:
+        """Sets of equations, with one for those that have some in common: what stands
+        between some of one set may be of another."""
+        joined = Joined[int]()
+        for each in sets:
+            for i in each:
+                joined.join(each[0], i)
+        together = joined.sets()
+        if len(together) == len(sets):
+            return sets
+        return [[i for i in self.between(each) if i in inside] for each in together]
 
     def _with_spread(self, members: Sequence[int], among: Collection[int]) -> list[int]:
         """With what is made for these only, of less than it is: masks, what is spread out.
@@ -244,9 +255,49 @@ class Stretches:
 
         An equation that reads the value along two axes, or needs all of it, ends the
         stretch: what is before it, or what is after it, is left out.
+
+        What is large and would stand in the stretch whole, between two loops over parts of
+        others, is cut along an axis of the same length, if it has one: so are the layers
+        between the first layer and its gradients, if each passes on sums only.
         """
+        seeds = {value: dim}
+        found = self._along(members, seeds)
+        for _ in range(_MOST_SEEDS):
+            if found is None or (more := self._whole_inside(found)) is None:
+                break
+            seeds = {**seeds, **more}
+            wider = self._along(members, seeds)
+            if wider is None or len(wider.working) <= len(found.working):
+                break
+            found = wider
+        return found
+
+    def _whole_inside(self, stretch: Stretch) -> dict[int, int] | None:
+        """The largest value that a stretch has inside whole, and a dimension of it that is
+        as long as the stretch; None where all is small."""
+        flat, types, length = self.flat, self.flat.types, stretch.length
+        read = (flat.equations[i].inputs[at] for i, at in stretch.uses)
+        cut = {*stretch.dims, *(v for v in read if not isinstance(v, Constant))}
+        least = max(types[v].nbytes for v in cut) // _SMALL_BESIDE
+        found = [
+            (types[v].nbytes, -v, dim)
+            for i in stretch.equations
+            if i not in stretch.working
+            for v, labels in self._sides[i]
+            if self.writer.get(v) == i and types[v].nbytes > least
+            for dim, label in enumerate(labels)
+            if label is not None and types[v].shape[dim] == length
+        ]
+        if not found:
+            return None
+        _, v, dim = max(found)
+        return {-v: dim}
+
+    def _along(self, members: Sequence[int], seeds: Mapping[int, int]) -> Stretch | None:
+        """The stretch along dimensions of some values."""
+        value = next(iter(seeds))
         for _ in range(_MOST_ENDS):
-            cut = self._spread(members, value, dim)
+            cut = self._spread(members, seeds)
             labels = {i: self._label(i, cut) for i in members}
             working = {i: label for i, label in labels.items() if label is not None}
             if not working:
@@ -294,12 +345,12 @@ class Stretches:
         types = self.flat.types
         return sum(types[v].nbytes for i in members for v in self.flat.equations[i].outputs)
 
-    def _spread(self, members: Sequence[int], value: int, dim: int) -> "_Cut":
-        """Where all values are cut that `members` connect with one, the largest first: what
-        is read whole beside them is not cut."""
+    def _spread(self, members: Sequence[int], seeds: Mapping[int, int]) -> "_Cut":
+        """Where all values are cut that `members` connect with some, the largest first:
+        what is read whole beside them is not cut."""
         types = self.flat.types
-        cut = _Cut({value: dim}, set())
-        agenda = [(-types[value].nbytes, value)]
+        cut = _Cut(dict(seeds), set())
+        agenda = sorted((-types[v].nbytes, v) for v in seeds)
         inside = set(members)
         while agenda:
             _, v = heapq.heappop(agenda)

@@ -10,7 +10,12 @@ from typing import Any, TypeAlias
 from jturnip import compat
 from jturnip.errors import DoesNotFit, PlanningError
 from jturnip.frontend import costs
-from jturnip.frontend.blocks import Ways, cut_along_axes, has_loops_with_axes
+from jturnip.frontend.blocks import (
+    Ways,
+    cut_along_axes,
+    has_loops_with_axes,
+    large_for,
+)
 from jturnip.frontend.bodies import with_bodies_in_blocks
 from jturnip.frontend.flatten import flatten
 from jturnip.frontend.inline import Condition, argument_avals
@@ -128,7 +133,10 @@ def _tries(
     device = arguments.device
     arena, expected = budget.arena(device), rates(device, how.accelerator)
     loops_stay = how.streams and not how.finest
-    in_blocks = with_bodies_in_blocks(flat, arena, expected, seen) if loops_stay else ()
+    in_blocks = iter(())
+    if loops_stay:
+        large = large_for(arena, expected, _seconds_per_byte(arguments, how))
+        in_blocks = with_bodies_in_blocks(flat, arena, expected, large, seen)
     if how.axes and loops_stay:
         if has_loops_with_axes(flat, arena):
             yield functools.partial(_cut_along_axes, flat, arguments, budget, how)
@@ -351,15 +359,21 @@ def _ways(
     how: How,
 ) -> Iterator[Ways]:
     device = arguments.device
-    expected, link = rates(device, how.accelerator), link_of(device, how.link)
+    expected = rates(device, how.accelerator)
     return cut_along_axes(
         flat,
         places.where(flat, arguments),
         budget.arena(device),
         expected,
         device.platform,
-        1 / link.h2d_bytes_per_second + 1 / link.d2h_bytes_per_second,
+        _seconds_per_byte(arguments, how),
     )
+
+
+def _seconds_per_byte(arguments: Arguments, how: How) -> float:
+    """What it takes to move a byte to host memory and back."""
+    link = link_of(arguments.device, how.link)
+    return 1 / link.h2d_bytes_per_second + 1 / link.d2h_bytes_per_second
 
 
 def _moves_little(plan: Plan, flat: FlatJaxpr) -> bool:

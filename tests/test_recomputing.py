@@ -20,7 +20,8 @@ from jturnip.planner import figures
 from jturnip.planner.bound import least_seconds
 from jturnip.planner.orders import as_given, reordered
 from jturnip.planner.planner import plan as make_memgraph, smallest_budget
-from jturnip.planner.recomputing import Rates, repeating
+from jturnip.planner.rates import Rates
+from jturnip.planner.recomputing import repeating
 from jturnip.planner.verify import verify
 from jturnip.programs import make
 from jturnip.programs.fastest import fastest

@@ -19,7 +19,6 @@ are taken first.
 import heapq
 from collections import deque
 from collections.abc import Sequence
-from typing import TypeAlias
 
 from jturnip.errors import DoesNotFit
 from jturnip.graph.memgraph import (
@@ -35,12 +34,11 @@ from jturnip.graph.memgraph import (
 )
 from jturnip.graph.taskgraph import BufferId, Place, Task, TaskGraph, TaskId
 from jturnip.planner.allocator import Arena
+from jturnip.planner.rates import Rates
 from jturnip.planner.strategies import STRATEGIES, Strategy
+from jturnip.planner.transfers import Transfers
 from jturnip.units import format_bytes, padded
 
-
-# Bytes per second of the link to the device, and from it.
-Rates: TypeAlias = tuple[float, float]
 
 _NEVER = 1 << 60  # the next use of a buffer that no task will read again
 _FEW = 64  # buffers are looked at for one that may leave ahead of time
@@ -49,7 +47,7 @@ _FEW = 64  # buffers are looked at for one that may leave ahead of time
 def plan(
     graph: TaskGraph,
     gpu_bytes: int,
-    strategy: str = "turnip",
+    strategy: str | Strategy = "turnip",
     rates: Rates | None = None,
 ) -> MemGraph:
     """Plans `graph` in `gpu_bytes` of device memory.
@@ -57,7 +55,7 @@ def plan(
     Args:
       graph: what to compute; its order is the one simulated.
       gpu_bytes: size of the arena, in bytes.
-      strategy: a key of `STRATEGIES`.
+      strategy: a key of `STRATEGIES`, or one with numbers of its own.
       rates: of the link. With them what is freed first is what is expected to be free
         first; without them what the simulated order frees first.
 
@@ -68,7 +66,9 @@ def plan(
       DoesNotFit: where one task, or the arrays the caller keeps, need more.
     """
     check_budget(graph, gpu_bytes)
-    builder = _Builder(graph, gpu_bytes, STRATEGIES[strategy], rates)
+    if isinstance(strategy, str):
+        strategy = STRATEGIES[strategy]
+    builder = _Builder(graph, gpu_bytes, strategy, rates)
     reserved = executed = 0
     while executed < len(graph.tasks):
         if reserved < len(graph.tasks) and builder.reserve(reserved, executed):
@@ -78,6 +78,7 @@ def plan(
         elif builder.make_room_ahead(reserved, executed):
             pass  # then it is reserved
         else:
+            builder.let_come(executed)
             builder.execute(executed)
             executed += 1
     return builder.build()
@@ -279,11 +280,16 @@ class _Builder:
         # What is smaller than this leaves last: it frees next to nothing.
         self._trifle = gpu_bytes // 4096
         self._last_use: dict[BufferId, int] = {}
-        self._layers = strategy.layers(graph, gpu_bytes) if strategy.layers else None
-        self._first_of_layer: dict[int, int] = {}
-        if self._layers is not None:
-            for position, layer in reversed(list(enumerate(self._layers))):
-                self._first_of_layer[layer] = position
+        self._window = strategy.window(graph, gpu_bytes) if strategy.window else None
+        # Who leaves after which task; who comes from which task on, and who could come by
+        # now and has not found room.
+        self._transfers = Transfers()
+        if strategy.transfers:
+            self._transfers = strategy.transfers(graph, gpu_bytes, rates)
+        self._from = {
+            move: t for t, moves in self._transfers.come.items() for move in moves
+        }
+        self._coming: deque[tuple[BufferId, TaskId]] = deque()
         # The run op of each executed task.
         self._runs: list[OpId] = []
         self._inputs_at_start = self._place_inputs()
@@ -307,6 +313,7 @@ class _Builder:
                     self._drop_used_up(buffer.id)
                 else:
                     self._offer_as_victim(buffer.id)
+        self._let_leave(-1)
         return tuple(start)
 
     def build(self) -> MemGraph:
@@ -400,7 +407,12 @@ class _Builder:
         self._ahead.add(used + padded(task.workspace), used - freed)
 
     def _may_look_ahead(self, position: int, executed: int) -> bool:
-        return self._layers is None or self._layers[position] <= self._layers[executed] + 1
+        if self._window is not None:
+            return self._window.may_load(position, executed)
+        if not self._from:
+            return True
+        task = self._graph.tasks[position]
+        return all(self._from.get((b, task.id), 0) <= executed for b in task.inputs)
 
     def _missing(self, task: Task) -> tuple[list[BufferId], int]:
         """Inputs to reload, and all bytes that reserving `task` takes but workspace."""
@@ -465,6 +477,19 @@ class _Builder:
         self._ahead.come(-freed)
         return True
 
+    def let_come(self, executed: int) -> None:
+        """Issues reloads that are to begin while task `executed`, which has its room, runs,
+        as far as there is room beside it."""
+        self._coming.extend(self._transfers.come.get(executed, ()))
+        while self._coming:
+            b, reader = self._coming[0]
+            if b not in self._device and self._uses[b][-1:] == [reader]:
+                if self._ahead.most + self._sizes[b] > self._arena.nbytes:
+                    return  # after this task, perhaps
+                self._ahead.come(self._sizes[b])
+                self._reload(b, reader)
+            self._coming.popleft()
+
     # -- the execution horizon ---------------------------------------------------------
 
     def execute(self, position: int) -> None:
@@ -507,6 +532,14 @@ class _Builder:
             if self._graph.buffers[b].end_on_host:
                 self._offload(b, position)
             self._after_use(b, position)
+        self._let_leave(position)
+
+    def _let_leave(self, position: int) -> None:
+        """Evicts who is to leave after task `position`."""
+        for b in self._transfers.leave.get(position, ()):
+            if b in self._device:
+                self._evict(b, position)
+                self._ahead.come(-self._sizes[b])
 
     def _after_use(self, b: BufferId, position: int) -> None:
         self._last_use[b] = position
@@ -562,18 +595,15 @@ class _Builder:
         self._arena.free(self._instances[instance].ranges, op, self._clock.ends[op])
 
     def _order_deps(self, position: int) -> list[Dep]:
-        """What a layered strategy makes a transfer for task `position` wait for."""
-        if self._layers is None or not self._runs:
+        """What a window makes a transfer for task `position` wait for."""
+        if self._window is None or not self._runs:
             return []
-        if position >= len(self._layers):
-            last = len(self._runs) - 1
-        else:
-            before = self._layers[position] - 1
-            # The last task before the layer ahead of this one begins.
-            last = self._first_of_layer.get(before, position) - 1
+        last = len(self._runs) - 1
+        if position < len(self._graph.tasks):
+            last = self._window.loads_after(position)
         if not 0 <= last < len(self._runs):
             return []
-        return [Dep(self._runs[last], DepKind.ORDER, "waits for the layer before to begin")]
+        return [Dep(self._runs[last], DepKind.ORDER, "waits until its partition may come")]
 
     # -- records -----------------------------------------------------------------------
 

@@ -14,23 +14,12 @@ from dataclasses import dataclass
 
 from jturnip.graph.memgraph import MemGraph, OpKind
 from jturnip.graph.taskgraph import Buffer, BufferId, Place, TaskGraph, TaskId
+from jturnip.planner.rates import Rates
 
 
 # The tasks that run again are those that save the link so many times the seconds they take:
 # first the most worthwhile alone.
 _WORTH = (4, 1)
-
-
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """Bytes a second over the link."""
-
-    h2d: float
-    d2h: float
-
-    def seconds(self, nbytes: int, back: int = 1) -> float:
-        """To the host, and back so many times."""
-        return nbytes / self.d2h + back * nbytes / self.h2d
 
 
 @dataclass(frozen=True, slots=True)

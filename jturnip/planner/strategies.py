@@ -4,15 +4,15 @@ One planner core serves every strategy (`planner.py`); a `Strategy` is the few a
 asks for. Each is named for the system whose idea it is.
 """
 
+import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jturnip.graph.taskgraph import TaskGraph
-from jturnip.units import padded
-
-
-# (task position) → the layer it belongs to
-Layers = tuple[int, ...]
+from jturnip.planner import packing, windows
+from jturnip.planner.rates import Rates
+from jturnip.planner.transfers import Transfers
+from jturnip.planner.windows import Window
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +24,12 @@ class Strategy:
     serial: bool = False
     # Victims: furthest next use first (Belady), else least recently used first.
     belady: bool = True
-    # Splits the order into layers for a given budget; a reload may be issued only once
-    # the layer before its own has begun. None: as far ahead as memory allows.
-    layers: Callable[[TaskGraph, int], Layers] | None = None
+    # Splits the order into partitions for a given budget, of which some are on the device
+    # at once: no reload of another is issued. None: as far ahead as memory allows.
+    window: Callable[[TaskGraph, int], Window] | None = None
+    # Says who leaves and who comes when, beside those for whom there is no room. A strategy
+    # with it is `late`.
+    transfers: Callable[[TaskGraph, int, Rates | None], Transfers] | None = None
     # So many tasks get room before their turn comes, if only what has a copy on the host
     # must leave for that.
     ahead: int = 0
@@ -37,32 +40,24 @@ class Strategy:
     # A reload whose turn comes late in the plan may begin early nevertheless: it waits for
     # nothing but its bytes.
     spare: float = 0.0
+    # The same with other numbers, which may be faster: the simulator says.
+    variants: "tuple[Strategy, ...]" = ()
 
 
-def _every_task_its_own_layer(graph: TaskGraph, gpu_bytes: int) -> Layers:
-    # Layer numbers grow by two, so that nothing is ever "one layer ahead".
-    return tuple(range(0, 2 * len(graph.tasks), 2))
+def _superpipeline(resident: int, returned: int) -> Strategy:
+    window = functools.partial(windows.of_resident, resident=resident, returned=returned)
+
+    def transfers(graph: TaskGraph, gpu_bytes: int, rates: Rates | None) -> Transfers:
+        return windows.returned_after_use(graph, window(graph, gpu_bytes))
+
+    return Strategy(
+        "superpipeline", serial=True, window=window, transfers=transfers, late=True
+    )
 
 
-def _half_budget_layers(graph: TaskGraph, gpu_bytes: int) -> Layers:
-    """Consecutive tasks whose distinct buffers fill at most half the budget.
-
-    One such layer computes while the next one loads, as ZeRO-Inference does with a
-    model's layers; a jaxpr does not say where those begin, its bytes do.
-    """
-    layers: list[int] = []
-    layer, held, filled = 0, set(), 0
-    for task in graph.tasks:
-        touched = task.inputs + task.outputs
-        new = sum(padded(graph.buffers[b].nbytes) for b in touched if b not in held)
-        if held and filled + new + task.workspace > gpu_bytes // 2:
-            layer, held, filled = layer + 1, set(), 0
-            new = sum(padded(graph.buffers[b].nbytes) for b in touched)
-        held.update(touched)
-        filled += new
-        layers.append(layer)
-    return tuple(layers)
-
+_HALVES = functools.partial(windows.of_resident, resident=2)
+# By k and k'. What they make of the budget differs by k; k' makes little difference.
+_PIPELINES = tuple(_superpipeline(*pair) for pair in ((2, 1), (8, 2), (16, 4), (32, 8)))
 
 STRATEGIES: dict[str, Strategy] = {
     s.name: s
@@ -78,8 +73,12 @@ STRATEGIES: dict[str, Strategy] = {
         # The paper's ablation: the same plan, runs held in the simulated order.
         Strategy("fixed_order", serial=True),
         # ZeRO-Inference: one layer loads while another computes.
-        Strategy("layerwise", serial=True, layers=_half_budget_layers, late=True),
+        Strategy("layerwise", serial=True, window=_HALVES, late=True),
+        # Superpipeline: k partitions are there, k' of them make room for others together.
+        replace(_PIPELINES[0], variants=_PIPELINES[1:]),
+        # TENSILE: peaks are shaved by swaps that fit free time of the link.
+        Strategy("tensile", serial=True, transfers=packing.packed, late=True),
         # What unified memory does: a fault when a task begins, the least recently used out.
-        Strategy("on_demand", serial=True, belady=False, layers=_every_task_its_own_layer),
+        Strategy("on_demand", serial=True, belady=False, window=windows.every_task),
     )
 }

@@ -11,14 +11,24 @@ from jturnip.graph.taskgraph import TaskGraph
 from jturnip.planner import figures, orders, recomputing
 from jturnip.planner.bound import busy_seconds, least_seconds
 from jturnip.planner.planner import plan as make_memgraph
+from jturnip.planner.rates import Rates
+from jturnip.planner.strategies import STRATEGIES, Strategy
 from jturnip.runtime.schedule import Link, Schedule, schedule
 from jturnip.runtime.simulated import simulate
 
 
 # What `auto` plans and simulates, in the order of the program and in others. Planning many
-# tasks takes seconds: beyond some number only in the program's order, and then only the
-# first strategy.
-PROMISING = ("ours", "ahead", "layerwise", "turnip", "fixed_order")
+# tasks takes seconds: beyond some number only in the program's order and what takes one
+# plan each, and then only the first strategy.
+PROMISING = (
+    "ours",
+    "tensile",
+    "superpipeline",
+    "ahead",
+    "layerwise",
+    "turnip",
+    "fixed_order",
+)
 _PROMISING_REORDERED = ("ours", "ahead")
 _MANY_TASKS = 20_000
 MANY_TO_REORDER = 5_000
@@ -42,8 +52,14 @@ class Found:
     graph: TaskGraph
     memgraph: MemGraph
     schedule: Schedule
-    strategy: str
+    # With the numbers that were chosen.
+    way: Strategy
     link: Link
+
+    @property
+    def strategy(self) -> str:
+        """By name."""
+        return self.way.name
 
     @functools.cached_property
     def run(self) -> RunReport:
@@ -94,7 +110,7 @@ def fastest(
     first: Found | None = None
     best: Found | None = None
     for tasks, order, strategy in _promising(graph, arena):
-        found = plan_by(graph, arena, strategy, link, tasks, order)
+        found = plan_by(graph, arena, strategy, link, tasks, order, host_bytes)
         first = first or found
         if not held(found):
             continue
@@ -116,9 +132,11 @@ def fastest(
 def _promising(graph: TaskGraph, arena: int) -> Iterator[tuple[Sequence[int], str, str]]:
     """Orders of the tasks, each with its name and a strategy to try in it."""
     program = tuple(range(len(graph.tasks)))
+    are_many = len(graph.tasks) > MANY_TO_REORDER
     for strategy in PROMISING:
-        yield program, "", strategy
-    if len(graph.tasks) > MANY_TO_REORDER:
+        if not (are_many and STRATEGIES[strategy].variants):
+            yield program, "", strategy
+    if are_many:
         return
     known = [program]
     for name in orders.ORDERS:
@@ -140,7 +158,7 @@ def _computing_again(
     """A plan in which some tasks run again: where that is faster, or where only then the
     host can hold what is moved. Their operands live longer, and may have to be moved now:
     so what was found is looked at again."""
-    rates = recomputing.Rates(link.h2d_bytes_per_second, link.d2h_bytes_per_second)
+    rates = _rates(link)
     # Where the host does not hold what is moved now, any saving may do.
     least = (1 - CLEARLY) * found.seconds if held(found) else 0.0
     for _ in range(_ROUNDS):
@@ -149,7 +167,7 @@ def _computing_again(
         graphs = before.graph, before.memgraph
         for longer in recomputing.repeating(*graphs, before.tasks, rates, may, least):
             tasks = tuple(before.tasks[t] for t in longer)
-            made = plan_by(graph, arena, before.strategy, link, tasks, before.order)
+            made = plan_by(graph, arena, before.way, link, tasks, before.order)
             if held(found):
                 is_better = held(made) and made.seconds < found.seconds
             else:  # less on the host, until it holds that
@@ -164,18 +182,34 @@ def _computing_again(
 def plan_by(
     graph: TaskGraph,
     arena: int,
-    strategy: str,
+    strategy: str | Strategy,
     link: Link,
     tasks: Sequence[int] | None = None,
     order: str = "",
+    host_bytes: float = math.inf,
 ) -> Found:
-    """A plan by one strategy; in the order in which tasks stand, if not in another."""
+    """A plan by one strategy; in the order in which tasks stand, if not in another. Of one
+    by name, with the numbers that the simulator finds fastest, of those with which the
+    host can hold what leaves the device."""
     tasks = range(len(graph.tasks)) if tasks is None else tasks
     graph = orders.reordered(graph, tasks)
-    rates = link.h2d_bytes_per_second, link.d2h_bytes_per_second
-    memgraph = make_memgraph(graph, arena, strategy, rates)
-    ready = schedule(graph, memgraph, link)
-    return Found(tasks, order, graph, memgraph, ready, strategy, link)
+
+    def found(way: Strategy) -> Found:
+        memgraph = make_memgraph(graph, arena, way, _rates(link))
+        ready = schedule(graph, memgraph, link)
+        return Found(tasks, order, graph, memgraph, ready, way, link)
+
+    if isinstance(strategy, Strategy):
+        return found(strategy)
+    ways = STRATEGIES[strategy], *STRATEGIES[strategy].variants
+    if len(ways) == 1:
+        return found(ways[0])
+    fits = lambda made: host_peak_bytes(made) <= host_bytes
+    return min(map(found, ways), key=lambda made: (not fits(made), made.seconds))
+
+
+def _rates(link: Link) -> Rates:
+    return Rates(link.h2d_bytes_per_second, link.d2h_bytes_per_second, link.latency_seconds)
 
 
 def host_peak_bytes(found: Found) -> int:

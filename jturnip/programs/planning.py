@@ -139,7 +139,7 @@ def make_plan(
             may_repeat = _may_repeat(candidate)
             found = fastest(candidate.graph, arena, link, may_repeat, host_bytes)
         else:
-            found = plan_by(candidate.graph, arena, strategy, link)
+            found = plan_by(candidate.graph, arena, strategy, link, host_bytes=host_bytes)
         plan = _plan_of(found, gpu_bytes, device.platform)
     if plan.host_bytes > host_bytes:
         raise HostMemoryError(

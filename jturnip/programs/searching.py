@@ -62,7 +62,7 @@ def better_order(
         tasks = places.moved(best.tasks, t, at_random)
         if tasks is None:
             continue
-        found = plan_by(graph, arena, strategy, link, tasks, "search")
+        found = plan_by(graph, arena, best.way, link, tasks, "search")
         if found.seconds <= best.seconds and allowed(found):
             best = found
     return best if best.seconds < _WORTH * begin.seconds else None

@@ -616,3 +616,19 @@ class _Story:
 
 def _bytes_of(ranges: Ranges) -> set[int]:
     return {byte for start, n in ranges for byte in range(start, start + n)}
+
+
+def on_device_before_runs(memgraph: MemGraph) -> list[set[BufferId]]:
+    """The buffers that have a slot just before each run, in the planned order."""
+    instances = memgraph.instances
+    start = (instances[i] for i in memgraph.inputs_at_start)
+    there = {i.buffer for i in start if not i.on_host}
+    found: list[set[BufferId]] = []
+    for op in memgraph.ops:
+        if op.kind is OpKind.RUN:
+            found.append(set(there))
+        if op.kind is OpKind.DROP:
+            there.discard(instances[op.reads[0]].buffer)
+        elif op.kind is not OpKind.OFFLOAD:
+            there.update(instances[i].buffer for i in op.writes)
+    return found

@@ -29,6 +29,7 @@ from jturnip import placement
 from jturnip.compiler import executables
 from jturnip.models import llama
 from jturnip.placement import Returned
+from jturnip.planner.strategies import STRATEGIES
 from jturnip.programs import attempts, bounds, planning
 from jturnip.stages import lowered
 
@@ -65,9 +66,7 @@ def while_sampling(
 # What is really alive
 
 
-@pytest.mark.parametrize(
-    "strategy", ["turnip", "ahead", "fixed_order", "layerwise", "on_demand"]
-)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_live_device_arrays_never_pass_the_budget(strategy: str):
     # Over this link the transfers take about half a second, so that there is time to look.
     link = jturnip.SimulatedLink(5e6, 5e6)

@@ -11,6 +11,7 @@ from jturnip.graph.memgraph import DepKind, OpKind
 from jturnip.graph.taskgraph import Place
 from jturnip.planner import planner
 from jturnip.planner.planner import plan, smallest_budget
+from jturnip.planner.rates import Rates
 from jturnip.planner.strategies import STRATEGIES
 from jturnip.planner.verify import peak_bytes, verify
 from jturnip.runtime.schedule import Link, schedule
@@ -26,7 +27,8 @@ def test_every_order_of_a_plan_computes_the_function(strategy, data):
     least = smallest_budget(graph)
     everything = sum(-(-b.nbytes // 256) * 256 for b in graph.buffers) + least
     budget = data.draw(st.integers(least, everything + 1))
-    memgraph = plan(graph, budget, strategy)
+    rates = data.draw(st.sampled_from([None, Rates(1e2, 1e4), Rates(1e4, 1e2, 1.0)]))
+    memgraph = plan(graph, budget, strategy, rates)
     assert_plan_is_right(graph, memgraph, orders=5)
     assert peak_bytes(memgraph) <= budget
 
@@ -46,8 +48,9 @@ def test_one_byte_less_than_the_smallest_budget_is_refused(graph):
 def test_the_same_input_gives_the_same_plan():
     graph = streaming_chain(200, [1000, 3000])
     budget = 2 * smallest_budget(graph)
-    for strategy in STRATEGIES:
-        assert plan(graph, budget, strategy) == plan(graph, budget, strategy)
+    for strategy, rates in itertools.product(STRATEGIES, (None, Rates(1e3, 2e3))):
+        first = plan(graph, budget, strategy, rates)
+        assert plan(graph, budget, strategy, rates) == first
 
 
 def test_a_buffer_with_a_host_copy_leaves_without_a_write():
@@ -117,7 +120,9 @@ def test_fixed_order_holds_every_run_after_the_one_before():
         assert before.id in {d.op for d in after.deps}
 
 
-@pytest.mark.parametrize("strategy", ["ours", "ahead", "layerwise"])
+@pytest.mark.parametrize(
+    "strategy", ["ours", "ahead", "layerwise", "superpipeline", "tensile"]
+)
 @given(data=st.data())
 @settings(max_examples=40, deadline=None)
 def test_what_is_expected_to_be_in_use_is(strategy, data):

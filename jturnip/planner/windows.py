@@ -80,25 +80,25 @@ def returned_after_use(graph: TaskGraph, window: Window) -> Transfers:
     for task in reversed(graph.tasks):
         for b in task.inputs:
             readers[b].append(task.id)
-    there = (b.id for b in graph.buffers if b.start is Place.DEVICE)
-    touched = dict.fromkeys(there)
+    touched = {b.id: None for b in graph.buffers if b.start is Place.DEVICE}
     leave: dict[int, tuple[BufferId, ...]] = {}
 
-    def not_soon(executed: int) -> tuple[BufferId, ...]:
-        return tuple(
+    def let_go(executed: int) -> None:
+        """What leaves before a task is next; what stays is touched again."""
+        leave[executed - 1] = tuple(
             b
             for b in touched
             if readers[b] and not window.may_load(readers[b][-1], executed)
             if not graph.buffers[b].pinned
         )
+        touched.clear()
 
     if graph.tasks:
-        leave[-1] = not_soon(0)
+        let_go(0)
     for task in graph.tasks:
         for b in task.inputs:
             readers[b].pop()
         touched.update(dict.fromkeys(task.inputs + task.outputs))
         if window.ends(task.id):
-            leave[task.id] = not_soon(task.id + 1)
-            touched.clear()
+            let_go(task.id + 1)
     return Transfers(leave)

@@ -73,8 +73,8 @@ def jit(
         transfers in flight, of all calls of the function together. None: what the device
         has free when a signature is first compiled, less a reserve.
       strategy: "auto", or one strategy by name ("turnip", "ours", "ahead",
-        "fixed_order", "layerwise", "on_demand"), which is then used even where the function
-        fits, or "whole", which never splits.
+        "fixed_order", "layerwise", "superpipeline", "tensile", "on_demand"), which is then
+        used even where the function fits, or "whole", which never splits.
       link: a simulated link to the device, for experiments.
       in_shardings, out_shardings: as in `jax.jit`, on one device: a tree of shardings and
         None whose leaves stand for all below them. Their memory kinds say what is held in

@@ -154,8 +154,8 @@ def test_a_plan_does_as_packed_where_that_is_enough():
 @settings(max_examples=200, deadline=None)
 def test_a_packing_adds_up(graph: TaskGraph, more: int, rate: float):
     budget = smallest_budget(graph) + more
-    packing = _Packing(graph, Rates(rate, 1.5 * rate, 0.1))
-    packing.shave(budget)
+    packing = _Packing(graph, budget, Rates(rate, 1.5 * rate, 0.1))
+    packing.shave()
     swaps, begins, ends = packing._swaps, packing._begins, packing._ends
     for swap in swaps:
         if swap.out and swap.gap.after >= 0:
@@ -209,8 +209,8 @@ def test_plans_over_any_link_are_right(data: st.DataObject):
 
 def test_copies_that_take_no_time_leave_peaks_where_tasks_need_them():
     graph = with_a_peak(KIB, 3 * KIB)
-    packing = _Packing(graph, FREE)
-    packing.shave(6 * KIB)
+    packing = _Packing(graph, 6 * KIB, FREE)
+    packing.shave()
     assert max(in_use(graph, packing)) == 9 * KIB  # the task that writes 8 KiB
 
 

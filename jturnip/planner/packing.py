@@ -41,8 +41,8 @@ def packed(graph: TaskGraph, gpu_bytes: int, rates: Rates | None) -> Transfers:
     """
     if not graph.tasks:
         return Transfers()
-    packing = _Packing(graph, rates or FREE)
-    packing.shave(gpu_bytes)
+    packing = _Packing(graph, gpu_bytes, rates or FREE)
+    packing.shave()
     return packing.transfers()
 
 
@@ -78,8 +78,9 @@ class _Swap:
 class _Packing:
     """Tasks in time, the two timelines, and how many bytes are in use beside each task."""
 
-    def __init__(self, graph: TaskGraph, rates: Rates):
+    def __init__(self, graph: TaskGraph, gpu_bytes: int, rates: Rates):
         self._graph = graph
+        self._gpu_bytes = gpu_bytes
         self._rates = rates
         self._sizes = [padded(b.nbytes) for b in graph.buffers]
         # Who writes (-1: it is there at the start) and reads each buffer, in order.
@@ -97,11 +98,12 @@ class _Packing:
         self._copied: dict[BufferId, tuple[int, float]] = {}
         first_reads = self._first_reads()
         self._begins, self._ends = self._in_time(first_reads)
-        # The shortest copy: what is left free and is shorter is of no use.
-        least = min((b.nbytes for b in graph.buffers if b.nbytes), default=0)
+        # To swap what is smaller than this frees next to nothing; and what is left free of
+        # the link and is shorter than its copy is of no use.
+        self._trifle = gpu_bytes // 4096
         end = self._ends[-1]
-        self._to_device = _Timeline(end, least / rates.h2d)
-        self._to_host = _Timeline(end, least / rates.d2h)
+        self._to_device = _Timeline(end, self._trifle / rates.h2d)
+        self._to_host = _Timeline(end, self._trifle / rates.d2h)
         self._load(first_reads)
         self._write()
         self._used = np.array(list(itertools.accumulate(self._changes()))[:-1])
@@ -180,15 +182,12 @@ class _Packing:
 
     # -- shaving -----------------------------------------------------------------------
 
-    def shave(self, gpu_bytes: int) -> None:
+    def shave(self) -> None:
         """Swaps the largest buffers at the highest peaks, one at a time."""
-        used, gaps = (
-            self._used,
-            _Gaps(self._gaps(trifle=gpu_bytes // 4096), len(self._used)),
-        )
+        used, gaps = self._used, _Gaps(self._gaps(), len(self._used))
         while True:
             peak = int(used.argmax())
-            if used[peak] <= gpu_bytes:
+            if used[peak] <= self._gpu_bytes:
                 return
             gap = gaps.largest_at(peak)
             if gap is None:
@@ -204,9 +203,9 @@ class _Packing:
             else:  # for another peak, perhaps
                 gaps.narrow(gap, swap.first, swap.last)
 
-    def _gaps(self, trifle: int) -> Iterator[_Gap]:
+    def _gaps(self) -> Iterator[_Gap]:
         for b, accesses in enumerate(self._accesses):
-            if self._sizes[b] <= trifle or self._graph.buffers[b].pinned:
+            if self._sizes[b] <= self._trifle or self._graph.buffers[b].pinned:
                 continue
             last = [len(self._graph.tasks)] if b in self._staying else []
             for after, until in itertools.pairwise(accesses + last):
@@ -256,16 +255,16 @@ class _Packing:
         self._copied[b] = min(copied, self._copied.get(b, copied))
 
     def transfers(self) -> Transfers:
-        """All swaps, in the order in which their copies are over or begin."""
+        """All swaps, in the order in which their copies are over and begin."""
         leave: defaultdict[int, list[BufferId]] = defaultdict(list)
         come: defaultdict[int, list[tuple[BufferId, TaskId]]] = defaultdict(list)
-        out_over = lambda swap: sum(swap.out or (self._ends[swap.gap.after],))
-        for swap in sorted(
-            (s for s in self._swaps if s.gap.after >= 0 or s.out), key=out_over
-        ):
+        # Others come for the first time.
+        leaving = (s for s in self._swaps if s.out or s.gap.after >= 0)
+        is_out = lambda s: sum(s.out) if s.out else self._ends[s.gap.after]
+        for swap in sorted(leaving, key=is_out):
             leave[swap.first - 1].append(swap.gap.buffer)
-        back_begins = lambda swap: swap.back
-        for swap in sorted((s for s in self._swaps if s.back), key=back_begins):
+        coming = (s for s in self._swaps if s.back)
+        for swap in sorted(coming, key=lambda s: s.back or ()):
             come[swap.last + 1].append((swap.gap.buffer, TaskId(swap.gap.until)))
         return Transfers(leave, come)
 

@@ -11,7 +11,8 @@ Where it differs from the paper: a buffer that still has its host copy is droppe
 write; a slot is a set of ranges, so nothing is ever compacted; a task's workspace has a
 slot; reloads are issued when the allocation horizon passes their first reader, as in the
 authors' first implementation. A strategy that is *late* gives results their bytes when
-their task is emitted, not when the allocation horizon passes it. And a clock, where the
+their task is emitted, not when the allocation horizon passes it. A strategy may say who
+leaves and who comes when, and whose reloads may not be issued yet. And a clock, where the
 link's rates are known, says which of the free bytes are expected to be free first: those
 are taken first.
 """

@@ -37,12 +37,13 @@ def test_every_order_of_a_plan_computes_the_function(strategy, data):
 @settings(max_examples=100, deadline=None)
 def test_one_byte_less_than_the_smallest_budget_is_refused(graph):
     least = smallest_budget(graph)
-    verify(graph, plan(graph, least))
-    if least:
-        with pytest.raises(DoesNotFit) as refusal:
-            plan(graph, least - 1)
-        assert refusal.value.needed_bytes == least
-        assert refusal.value.gpu_bytes == least - 1
+    for strategy in STRATEGIES:
+        verify(graph, plan(graph, least, strategy))
+        if least:
+            with pytest.raises(DoesNotFit) as refusal:
+                plan(graph, least - 1, strategy)
+            assert refusal.value.needed_bytes == least
+            assert refusal.value.gpu_bytes == least - 1
 
 
 def test_the_same_input_gives_the_same_plan():

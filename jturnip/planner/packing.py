@@ -50,6 +50,8 @@ def packed(graph: TaskGraph, gpu_bytes: int, rates: Rates | None) -> Transfers:
 class _Gap:
     """A time in which nobody reads a buffer: between two tasks that do."""
 
+    # Of those that could be swapped; -1: the buffer comes for the first time.
+    number: int
     buffer: BufferId
     nbytes: int
     # The task that reads or writes it before (-1: none) and the next that reads it (the
@@ -146,7 +148,7 @@ class _Packing:
             begin = busy_from = max(0.0, min(busy_from, due) - seconds)
             self._to_device.take(begin, seconds)
             self._copied[b] = -1, 0.0
-            gap = _Gap(b, self._sizes[b], -1, t, 0, t - 1)
+            gap = _Gap(-1, b, self._sizes[b], -1, t, 0, t - 1)
             last = min(t, self._next_at(begin)) - 1
             self._swaps.append(_Swap(gap, None, (begin, seconds), 0, last))
 
@@ -204,15 +206,16 @@ class _Packing:
                 gaps.narrow(gap, swap.first, swap.last)
 
     def _gaps(self) -> Iterator[_Gap]:
+        numbers = itertools.count()
         for b, accesses in enumerate(self._accesses):
             if self._sizes[b] <= self._trifle or self._graph.buffers[b].pinned:
                 continue
-            last = [len(self._graph.tasks)] if b in self._staying else []
-            for after, until in itertools.pairwise(accesses + last):
+            nbytes, end = self._sizes[b], [len(self._graph.tasks)]
+            every = accesses + end if b in self._staying else accesses
+            for after, until in itertools.pairwise(every):
                 if after + 1 < until:
-                    yield _Gap(
-                        BufferId(b), self._sizes[b], after, until, after + 1, until - 1
-                    )
+                    among = after + 1, until - 1
+                    yield _Gap(next(numbers), BufferId(b), nbytes, after, until, *among)
 
     def _fitting(self, gap: _Gap) -> _Swap | None:
         """A swap in free time of the link: out at once, back as late as possible."""
@@ -344,9 +347,8 @@ class _Gaps:
         # By node: (minus bytes, number, first, last).
         self._nodes: defaultdict[int, list[tuple[int, int, int, int]]] = defaultdict(list)
         self._gaps = list(gaps)
-        self._numbers = {id(gap): n for n, gap in enumerate(self._gaps)}
-        for n in range(len(self._gaps)):
-            self._insert(n)
+        for gap in self._gaps:
+            self._insert(gap)
 
     def largest_at(self, task: int) -> _Gap | None:
         """The largest that could be away at a task; of equal ones the first."""
@@ -362,16 +364,16 @@ class _Gaps:
         return None if best is None else self._gaps[best[1]]
 
     def remove(self, gap: _Gap) -> None:
+        """It is swapped, or cannot be."""
         gap.first, gap.last = 0, -1
 
     def narrow(self, gap: _Gap, first: int, last: int) -> None:
         """It could be away only there."""
         gap.first, gap.last = first, last
-        self._insert(self._numbers[id(gap)])
+        self._insert(gap)
 
-    def _insert(self, number: int) -> None:
-        gap = self._gaps[number]
-        entry = -gap.nbytes, number, gap.first, gap.last
+    def _insert(self, gap: _Gap) -> None:
+        entry = -gap.nbytes, gap.number, gap.first, gap.last
         low, high = gap.first + self._width, gap.last + self._width + 1
         while low < high:
             if low & 1:

@@ -730,6 +730,30 @@ def test_what_each_position_does_by_itself_is_done_for_some_at_a_time(fn, share)
     assert f.last_run.peak_bytes <= gpu_bytes
 
 
+def test_rows_of_scans_in_scans_are_not_taken_apart():
+    """As sequences are aligned: thousands of steps, each of which is next to nothing."""
+
+    def one(a: Any, b: Any) -> Any:
+        def row(before: Any, x: Any) -> Any:
+            def cell(left: Any, above: Any) -> Any:
+                best = jnp.maximum(jnp.maximum(left - 1, above[0] - 1), above[1])
+                return best, best
+
+            match = before + jnp.where(x == b, 2.0, -1.0)
+            _, new = lax.scan(cell, jnp.float32(0), (before, match))
+            return new, new.max()
+
+        return lax.scan(row, jnp.zeros(b.shape[0]), a)[1].max()
+
+    a, b = np.random.default_rng(0).integers(0, 4, (2, 3000, 40), np.int32)
+    fn = jax.vmap(one)
+    gpu_bytes = jturnip.peak_bytes(fn, a, b) // 3
+    f = jturnip.jit(fn, gpu_bytes)
+    np.testing.assert_array_equal(f(*jturnip.host((a, b))), jax.jit(fn)(a, b))
+    assert len(f.last_run.order) < 20
+    assert f.last_run.peak_bytes <= gpu_bytes
+
+
 def largest_of_all(x: Any, scale: Any) -> Any:
     """Whether it goes on depends on all rows."""
     goes_on = lambda s: (s[0].max() > 0.2) & (s[1] < 30)

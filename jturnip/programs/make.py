@@ -44,6 +44,9 @@ _SOME_TASKS = 1000
 # cut it are looked at.
 _WAITS = 1.5
 _WAYS_BESIDE = 3
+# Ways that are looked at before a function is taken apart into more equations than so many.
+_FIRST_WAYS = 8
+_MOST_EQUATIONS = 1000
 
 
 def make_program(
@@ -108,15 +111,18 @@ def _made(
             refusals.append(error.with_traceback(None))
     for make in _tries(closed, forwarded, arguments, budget, how, condition):
         try:
-            return _for_any_call(make, budget, how, to_host)
+            made = _for_any_call(make, budget, how, to_host)
         except DoesNotFit as error:
             refusals.append(error.with_traceback(None))
+        else:
+            if made is not None:
+                return made
     refusal = min(refusals, key=lambda refusal: refusal.needed_bytes)
     return refusal.with_traceback(None)
 
 
-# Makes a program, of the results that end in host memory.
-_Try: TypeAlias = Callable[[frozenset[int]], "Straight | Chain"]
+# Makes a program, of the results that end in host memory; None where others may be better.
+_Try: TypeAlias = Callable[[frozenset[int]], "Straight | Chain | None"]
 
 
 def _tries(
@@ -152,18 +158,36 @@ def _tries(
             tried = flatten(closed, forwarded, streaming, condition, seen)
         has_loops = any(e.name in ("scan", "while", "cond") for e in tried.equations)
         if has_loops or not how.axes:
-            apart = loops_stay and _takes_loops_apart(tried, flat)
-            # Rather than driven, a loop is done for a part of the positions along an axis.
-            if apart and has_loops_with_axes(flat, arena, "while"):
-                yield functools.partial(_cut_along_axes, flat, arguments, budget, how)
-            # Rather than taken apart, loops are one task.
-            for cut in in_blocks if apart else ():
-                yield functools.partial(_straight, cut, arguments, budget, how)
+            if loops_stay and _takes_loops_apart(tried, flat):
+                loops_stay = False  # it is the same for every attempt
+                yield from _with_whole_loops(flat, tried, in_blocks, arguments, budget, how)
         else:  # what was cut along rows is to be cut along any axis instead
             tried = flat
         yield functools.partial(_of_flat, tried, arguments, budget, how, attempt)
         if not has_loops or streaming is None:
             break
+
+
+def _with_whole_loops(
+    flat: FlatJaxpr,
+    tried: FlatJaxpr,
+    in_blocks: Iterator[FlatJaxpr],
+    arguments: Arguments,
+    budget: Budget,
+    how: How,
+) -> Iterator[_Try]:
+    """What is tried rather than taking loops apart."""
+    arena = budget.arena(arguments.device)
+    # A loop is done for a part of the positions along an axis, rather than driven.
+    if has_loops_with_axes(flat, arena, "while"):
+        yield functools.partial(_cut_along_axes, flat, arguments, budget, how)
+    # It is one task.
+    for cut in in_blocks:
+        yield functools.partial(_straight, cut, arguments, budget, how)
+    # It becomes a few tasks, rather than very many.
+    many = len(tried.equations) > max(_MOST_EQUATIONS, len(flat.equations))
+    if many and has_loops_with_axes(flat, arena):
+        yield functools.partial(_moving_once, flat, arguments, budget, how)
 
 
 def _takes_loops_apart(tried: FlatJaxpr, flat: FlatJaxpr) -> bool:
@@ -177,11 +201,11 @@ def _for_any_call(
     budget: Budget,
     how: How,
     to_host: frozenset[int],
-) -> "Straight | Chain":
+) -> "Straight | Chain | None":
     """A program, of the results that end in host memory, that surely has room for a next
     call: with more of them there if it must be."""
     made = make(to_host)
-    if _may_be_called_again(made, budget, how.returned):
+    if made is None or _may_be_called_again(made, budget, how.returned):
         return made
     return make(to_host.union(*how.returned.groups))
 
@@ -352,6 +376,25 @@ def _cut_along_axes(
     raise refusal
 
 
+def _moving_once(
+    flat: FlatJaxpr,
+    arguments: Arguments,
+    budget: Budget,
+    how: How,
+    to_host: Collection[int],
+) -> Straight | None:
+    """The same, in one of the first ways in which nothing moves twice; else None."""
+    if places.bytes_at_start(flat, arguments) > budget.arena(arguments.device):
+        return None
+    for together in itertools.islice(_ways(flat, arguments, budget, how), _FIRST_WAYS):
+        for cut in together.cut:
+            with contextlib.suppress(DoesNotFit):
+                made = _straight(cut, arguments, budget, how, to_host)
+                if _moves_little(made.plan, flat, 1):
+                    return made
+    return None
+
+
 def _ways(
     flat: FlatJaxpr,
     arguments: Arguments,
@@ -376,11 +419,11 @@ def _seconds_per_byte(arguments: Arguments, how: How) -> float:
     return 1 / link.h2d_bytes_per_second + 1 / link.d2h_bytes_per_second
 
 
-def _moves_little(plan: Plan, flat: FlatJaxpr) -> bool:
-    """Whether a plan moves no more than some times what goes in and comes out."""
+def _moves_little(plan: Plan, flat: FlatJaxpr, times: float = _MUCH) -> bool:
+    """Whether a plan moves no more than so many times what goes in and comes out."""
     ends = sum(flat.types[v].nbytes for v in flat.inputs)
     ends += sum(flat.type_of(output).nbytes for output in flat.outputs)
-    return plan.h2d_bytes + plan.d2h_bytes <= _MUCH * ends
+    return plan.h2d_bytes + plan.d2h_bytes <= times * ends
 
 
 def _tasks_between(

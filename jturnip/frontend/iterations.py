@@ -397,27 +397,33 @@ def _while(
 ) -> Sequence[Any]:
     """A loop of parts that goes on while its condition says so, perhaps for each position:
     that only the primitive itself takes."""
-    count, low = len(consts), jnp.asarray(iteration.low)
-    of = lambda outputs: live(dataclasses.replace(iteration.flat, outputs=outputs))
+    given = (jnp.asarray(iteration.low), *consts)
 
-    def made(outputs: tuple[int, ...]) -> Any:
-        part = dataclasses.replace(iteration, flat=of(outputs))
+    def made(outputs: tuple[int, ...]) -> tuple[Any, list[Any]]:
+        """What gives some values of an iteration, and which constants it reads."""
+        flat = live(dataclasses.replace(iteration.flat, outputs=outputs))
+        read = {*outputs, *(v for e in flat.equations for v in read_by(e))}
+        which = [v in read for v in flat.inputs[: len(consts)]]
+        part = dataclasses.replace(iteration, flat=flat)
 
         def function(low: Any, *operands: Any) -> list[Any]:
-            return dataclasses.replace(part, low=low).run(operands)
+            some = iter(operands)
+            every = [next(some) if w else None for w in which]
+            return dataclasses.replace(part, low=low).run([*every, *some])
 
-        structs = [Type.of(jax.typeof(x)).struct() for x in (low, *consts, *carried)]
-        return jax.make_jaxpr(function)(*structs)
+        mine = [given[0], *(x for x, w in zip(consts, which, strict=True) if w)]
+        structs = [Type.of(jax.typeof(x)).struct() for x in (*mine, *carried)]
+        return jax.make_jaxpr(function)(*structs), mine
 
-    # The condition and the body are given the same.
-    given = (low, *consts)
+    condition, of_condition = made((goes_on,))
+    body, of_body = made(iteration.flat.result_values)
     return bind(
         e.origin,
-        (*given, *given, *carried),
-        cond_jaxpr=made((goes_on,)),
-        cond_nconsts=1 + count,
-        body_jaxpr=made(iteration.flat.result_values),
-        body_nconsts=1 + count,
+        (*of_condition, *of_body, *carried),
+        cond_jaxpr=condition,
+        cond_nconsts=len(of_condition),
+        body_jaxpr=body,
+        body_nconsts=len(of_body),
     )
 
 

@@ -341,6 +341,10 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...]]] = {
         ],
         (numbers(200),),
     ),
+    "interpolated from a table": (
+        lambda x, table: jnp.interp(x[:, None] * x, jnp.sort(table), jnp.cos(table)).sum(1),
+        (numbers(90), numbers(40)),
+    ),
     "states row by row": (states_row_by_row, (numbers(16, 2048), numbers(16, 16) / 4)),
 }
 
@@ -585,6 +589,18 @@ def test_only_free_axes_keep_every_bit():
     assert np.array_equal(f(jturnip.host(x)), jax.jit(fn)(x))
     assert f.last_run.strategy != "whole"
     assert f.last_run.peak_bytes <= 20_000
+
+
+@pytest.mark.parametrize("method", ["scan", "scan_unrolled", "compare_all"])
+def test_a_sorted_table_is_searched_for_some_rows_at_a_time(method: str):
+    table, rows = np.sort(numbers(300)), numbers(400, 64)
+    fn = lambda table, rows: jnp.searchsorted(table, rows, method=method)
+    gpu_bytes = rows.nbytes
+    f = jturnip.jit(fn, gpu_bytes)
+    found = f(*jturnip.host((table, rows)))
+    np.testing.assert_array_equal(found, np.searchsorted(table, rows))
+    assert f.last_run.strategy != "whole"
+    assert f.last_run.peak_bytes <= gpu_bytes
 
 
 def test_a_product_of_matrices_larger_than_the_budget():

@@ -129,6 +129,12 @@ def test_without_private_names_there_is_no_line(without_private: None):
     assert compat.source_line(first_equation()) == ""
 
 
+def test_without_private_names_an_operation_is_what_it_is(without_private: None):
+    (call,) = jax.jit(jnp.searchsorted).trace(jnp.zeros(8), jnp.zeros(5)).jaxpr.eqns
+    inner = call.params["jaxpr"]
+    assert all(compat.expanded(e) is None for e in getattr(inner, "jaxpr", inner).eqns)
+
+
 @pytest.mark.parametrize("private", [True, False])
 def test_x64_is_part_of_the_trace_context(private: bool, request: pytest.FixtureRequest):
     if not private:

@@ -84,6 +84,13 @@ def test_custom_derivatives_and_checkpoints_are_inlined():
     assert names(flat_of(fn, x32(4))) == ["cos", "sin"]
 
 
+def test_what_jax_writes_with_other_operations_is_these():
+    """`searchsorted` is a primitive of its own since JAX 0.12."""
+    flat = flat_of(jnp.searchsorted, jnp.zeros(8), jnp.zeros((5, 3)))
+    assert "scan" in names(flat)
+    assert "call_hi_primitive" not in names(flat)
+
+
 def test_loops_and_branches_are_one_equation_each():
     def fn(x):
         x, _ = jax.lax.scan(lambda c, _: (c * 2, None), x, length=3)

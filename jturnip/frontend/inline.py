@@ -1,6 +1,7 @@
 """The first pass: a traced function as numbered values and one list of equations.
 
-Calls are inlined, and of what depends on the platform, what is for the one at hand. What
+Calls are inlined, what JAX itself writes with other operations (`searchsorted`) is written
+with these, and of what depends on the platform there is what is for the one at hand. What
 only moves values between memories is taken out, since what lies where is the plan's matter
 (`hints.py`). All that touches a mutable reference becomes one equation (`refs.py`). What is
 no function of arrays on one device is refused here, with the user's line.
@@ -120,6 +121,9 @@ class _Inliner:
         if eqn.primitive.name == "custom_linear_solve":
             return self._solved(eqn, operands, calls)
         _check(eqn, calls)
+        expanded = compat.expanded(eqn)
+        if expanded is not None:
+            return self.call(expanded, operands, (*calls, eqn))
         chosen = self._chosen(eqn)
         if chosen is not None:
             return self.call(chosen, operands[1:], (*calls, eqn))

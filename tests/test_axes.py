@@ -1,7 +1,7 @@
 """Axes of equations, and functions cut along them, against the functions themselves."""
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -219,6 +219,21 @@ def states_that_were_counted(h: Any, w: Any) -> Any:
     return lax.scan(step, (h, jnp.arange(w.shape[0])), None, length=4)[0]
 
 
+def of_a_pooled_network(images: Any, *kernels: Any) -> Any:
+    layout = "NHWC", "HWIO", "NHWC"
+
+    def loss(kernels: Sequence[Any]) -> Any:
+        x = images
+        for kernel in kernels:
+            x = lax.conv_general_dilated(
+                x, kernel, (1, 1), "SAME", dimension_numbers=layout
+            )
+            x = lax.reduce_window(x, -jnp.inf, lax.max, (1, 3, 3, 1), (1, 2, 2, 1), "SAME")
+        return jnp.sum(x**2)
+
+    return jax.grad(loss)(kernels)
+
+
 def states_row_by_row(h: Any, w: Any) -> Any:
     """Each iteration writes one row of what no other iteration touches."""
 
@@ -344,6 +359,10 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...]]] = {
     "interpolated from a table": (
         lambda x, table: jnp.interp(x[:, None] * x, jnp.sort(table), jnp.cos(table)).sum(1),
         (numbers(90), numbers(40)),
+    ),
+    "gradients of a pooled network": (
+        of_a_pooled_network,
+        (numbers(12, 10, 10, 3), numbers(3, 3, 3, 8), numbers(3, 3, 8, 4)),
     ),
     "states row by row": (states_row_by_row, (numbers(16, 2048), numbers(16, 16) / 4)),
 }

@@ -184,6 +184,16 @@ def test_windows_are_not_cut():
 
 
 WINDOW = (1, 3, 1)
+
+
+def _largest(x: Any, window: Sequence[int], strides: Sequence[int]) -> Any:
+    return lax.reduce_window(x, -jnp.inf, lax.max, window, strides, "VALID")
+
+
+def _sum_and_product(one: Any, other: Any) -> Any:
+    return one[0] + other[0], one[1] * other[1]
+
+
 POSITIONAL: dict[str, Callable[..., Any]] = {
     "shifted forward": lambda x: lax.pad(x, 0.0, [(0, 0, 0), (1, -1, 0), (0, 0, 0)]),
     "shifted back": lambda x: lax.pad(x, 0.0, [(-2, 2, 0), (0, 0, 0), (0, 0, 0)]),
@@ -219,6 +229,21 @@ POSITIONAL: dict[str, Callable[..., Any]] = {
     ),
     "gradients of those": jax.grad(
         lambda x: lax.reduce_window(x, -jnp.inf, lax.max, WINDOW, (1, 1, 1), "SAME").sum()
+    ),
+    "gradients of windows side by side": jax.grad(
+        lambda x: jnp.sum(_largest(x, WINDOW, WINDOW) * jnp.arange(8.0))
+    ),
+    "gradients of windows that overlap": jax.grad(
+        lambda x: jnp.sum(_largest(x, (4, 3, 1), (2, 3, 1)) * jnp.arange(8.0))
+    ),
+    "tangents of those": lambda x: jax.jvp(
+        lambda x: _largest(x, WINDOW, WINDOW), (x,), (x[::-1],)
+    ),
+    "windows of two arrays": lambda x: lax.reduce_window(
+        (x, -x), (0.0, 1.0), _sum_and_product, WINDOW, WINDOW, "VALID"
+    ),
+    "a sum and a product": lambda x: lax.reduce(
+        (x, -x), (np.float32(0), np.float32(1)), _sum_and_product, (1,)
     ),
     "sums so far": lambda x: lax.cumsum(x, 1),
     "put together": lambda x: lax.concatenate([x, x + 1], 1),

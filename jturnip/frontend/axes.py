@@ -24,6 +24,8 @@ from jturnip.frontend.values import Equation, FlatJaxpr, is_key
 _LOOPS = frozenset(["scan", "while"])
 # They call code that is not XLA's own.
 _UNRULED = frozenset("pure_callback ffi_call custom_call".split())
+# Of what calls jaxprs, what has a rule.
+_CALLING = _LOOPS.union("reduce reduce_window".split())
 # They may read and write keys.
 _OF_KEYS = byhand.OF_KEYS.union(
     "scan while random_bits slice squeeze unstack reshape transpose broadcast_in_dim"
@@ -113,7 +115,7 @@ def _may_have_a_rule(e: Equation, flat: FlatJaxpr) -> bool:
         or e.origin.effects
         or e.driven
         or e.name in _UNRULED
-        or (e.name not in _LOOPS and any(True for _ in costs.nested(e.origin)))
+        or (e.name not in _CALLING and any(True for _ in costs.nested(e.origin)))
     ):
         return False
     types = [*flat.operand_types(e), *(flat.types[v] for v in e.outputs)]

@@ -154,6 +154,40 @@ def _arg(e: Equation, operands: Sequence[Type], results: Sequence[Type]) -> Rule
     return Rule((_large(operands[0], labels),), (_large(results[0], kept),))
 
 
+def _pooled(e: Equation, operands: Sequence[Type], results: Sequence[Type]) -> Rule:
+    """What has no windows, and windows that stand side by side and fill what they are of."""
+    params, rank = e.origin.params, len(results[0].shape)
+    ones, shapes = (1,) * rank, [t.shape for t in (*operands, *results) if t.shape]
+    dilations = (params.get(f"{of}_dilation") or ones for of in ("base", "window"))
+    plain = (*zip(*dilations, strict=True),)
+
+    def is_free(d: int) -> bool:
+        window, few = params["window_dimensions"][d], min(shape[d] for shape in shapes)
+        return (
+            params["window_strides"][d] == window
+            and (plain[d], params["padding"][d]) == ((1, 1), (0, 0))
+            and few > 1
+            and max(shape[d] for shape in shapes) == window * few
+        )
+
+    free = [d if is_free(d) else None for d in range(rank)]
+    labels = lambda t: tuple(free) if t.shape else ()
+    return Rule(tuple(map(labels, operands)), tuple(map(labels, results)))
+
+
+def _reduced(e: Equation, operands: Sequence[Type], results: Sequence[Type]) -> Rule:
+    """By whatever function: what is not reduced can be cut."""
+    axes = e.origin.params["dimensions"]
+    kept = [d for d in range(len(operands[0].shape)) if d not in axes]
+
+    def labels(t: Type) -> tuple[int | None, ...]:
+        return _large(t, [d if d in kept else None for d in range(len(t.shape))])
+
+    return Rule(
+        tuple(map(labels, operands)), tuple(_large(t, kept) for t in results)
+    )
+
+
 def _large(t: Type, labels: Sequence[int | None]) -> tuple[int | None, ...]:
     """Labels of a type's dimensions, without those of a single position."""
     of = zip(labels, t.shape, strict=True)
@@ -271,6 +305,12 @@ RULES: dict[str, Callable[[Equation, Sequence[Type], Sequence[Type]], Rule | Non
         " svd schur hessenberg tridiagonal tridiagonal_solve".split(),
         _factored,
     ),
+    **dict.fromkeys(
+        "reduce_window reduce_window_max reduce_window_min reduce_window_sum"
+        " select_and_gather_add select_and_scatter_add".split(),
+        _pooled,
+    ),
+    "reduce": _reduced,
     "triangular_solve": _solved,
     "ragged_dot_general": _ragged,
     **dict.fromkeys(["slice", "dynamic_slice"], _sliced),

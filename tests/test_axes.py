@@ -622,6 +622,23 @@ def test_a_sorted_table_is_searched_for_some_rows_at_a_time(method: str):
     assert f.last_run.peak_bytes <= gpu_bytes
 
 
+@pytest.mark.parametrize("share", [2, 4])
+def test_a_loop_of_vmap_is_done_for_some_rows_at_a_time(share: int):
+    """Some of them are done long before others."""
+
+    def root(a: Any) -> Any:
+        goes_on = lambda s: (jnp.abs(s[0] ** 2 - a) > 1e-3 * a) & (s[1] < 60)
+        step = lambda s: (s[0] - (s[0] ** 2 - a) / (9 * s[0]), s[1] + 1)
+        return lax.while_loop(goes_on, step, (1 + a, 0))
+
+    fn, x = jax.vmap(root), np.exp(3 * numbers(30_000))
+    gpu_bytes = 3 * x.nbytes // share
+    f = jturnip.jit(fn, gpu_bytes)
+    assert_same(f(jturnip.host(x)), jax.jit(fn)(x))
+    assert f.last_run.strategy not in ("whole", "driven")
+    assert f.last_run.peak_bytes <= gpu_bytes
+
+
 def test_a_product_of_matrices_larger_than_the_budget():
     a, b = numbers(512, 512), numbers(512, 512)
     f = jturnip.jit(lambda a, b: a @ b, 400_000)

@@ -354,6 +354,42 @@ def test_sums_of_scans_are_not_cut_where_more_is_made_of_them():
     assert not scans(again, jnp.ones((30, 30)))
 
 
+def roots(a: Any, keys: Any, n: Any) -> Any:
+    """Each row goes on until it is done, and has a loop within its loop; then all rows do
+    some steps more."""
+
+    def root(a: Any, key: Any) -> Any:
+        def step(s: Any) -> Any:
+            x, key, n = s
+            key, of_step = jax.random.split(key)
+            x = lax.while_loop(lambda x: jnp.abs(x).max() > 2, lambda x: x / 2, x)
+            return x - (x**3 - a) * jax.random.uniform(of_step) / 4, key, n + 1
+
+        goes_on = lambda s: (jnp.abs(s[0] ** 3 - a).max() > 0.05) & (s[2] < 40)
+        x, _, n = lax.while_loop(goes_on, step, (a * 9, key, 0))
+        return x, n
+
+    x, steps = jax.vmap(root)(a, keys)
+    return lax.fori_loop(0, n, lambda i, x: jnp.sin(x) * i, x), steps
+
+
+def test_parts_of_whiles():
+    keys = jax.vmap(jax.random.key)(np.arange(50, dtype=np.uint32))
+    checked = Checked()
+    checked.function(roots, (random(50, 2), keys, np.int32(3)))
+    assert checked._times["while"] == 2
+    x = random(50, 2)
+    for goes_on in (lambda x: jnp.abs(x).max() > 1e-2, lambda x: x[3, 1] ** 2 > 1e-4):
+        # All positions decide together: none can be taken through by itself.
+        checked.function(lambda x, g=goes_on: lax.while_loop(g, lambda x: x / 2, x), (x,))
+    assert checked._times["while"] == 2
+    whole = lambda x: x / 2 - x.mean()
+    checked.function(
+        lambda x: lax.fori_loop(0, jnp.int32(x[0, 0]), lambda _, x: whole(x), x), (x,)
+    )
+    assert checked._times["while"] == 2
+
+
 @pytest.mark.parametrize("rows", [256, 640])
 def test_narrow_indices_find_their_rows_in_every_part(rows: int):
     """The end of the last part, or the begin of another, is none of their numbers."""

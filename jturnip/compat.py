@@ -13,6 +13,7 @@
 | `jax.Ref._refs._buf` | references change in place | are read, and written |
 | `jax._src.traceback_util` | hides frames that are not the user's | shows them |
 | `to_lojax` of `call_hi_primitive` | what it does is split | one task |
+| `impl` of `random_gamma` | the same | the same |
 | `jax._src.core.trace_state_clean` | no trace is going on, quickly | asks each time |
 | `jax._src.core.trace_ctx` | `jax.checkpoint` keeps the budget | it is inlined there |
 | `jax._src.core.pytype_aval_mappings` | closed-over arrays in host memory | JAX refuses |
@@ -355,17 +356,19 @@ def expanded(eqn: Any) -> Any:
     """What an equation stands for, as a jaxpr of the operations that JAX writes it with;
     None for one that is an operation itself, or where this jax cannot say.
 
-    Since JAX 0.12 `jnp.searchsorted` and some others are such equations.
+    `jax.random.gamma` is such an equation, and since JAX 0.12 `jnp.searchsorted` and others.
     """
-    if eqn.primitive.name != "call_hi_primitive":
-        return None
     try:
-        context = _lines.user_context(eqn.source_info.traceback)
-        function = functools.partial(eqn.primitive.to_lojax, **eqn.params)
-    except AttributeError:  # other names in this version
+        if eqn.primitive.name == "call_hi_primitive":
+            function = functools.partial(eqn.primitive.to_lojax, **eqn.params)
+        elif eqn.primitive.name == "random_gamma":  # as it is lowered
+            function = functools.partial(eqn.primitive.impl, use_vmap=True, **eqn.params)
+        else:
+            return None
+        with _lines.user_context(eqn.source_info.traceback), eqn.ctx.manager:
+            return jax.make_jaxpr(function)(*(v.aval for v in eqn.invars))
+    except (AttributeError, TypeError):  # other names or signatures in this version
         return None
-    with context, eqn.ctx.manager:
-        return jax.make_jaxpr(function)(*(v.aval for v in eqn.invars))
 
 
 def discharged(closed: Any) -> Any:

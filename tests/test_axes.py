@@ -622,6 +622,17 @@ def test_a_sorted_table_is_searched_for_some_rows_at_a_time(method: str):
     assert f.last_run.peak_bytes <= gpu_bytes
 
 
+def test_gamma_variates_are_made_for_some_rows_at_a_time():
+    """Each of a key of its own, which is made of its position."""
+    fn = lambda a: jax.random.gamma(jax.random.key(3), a)
+    a = np.exp(numbers(300, 100))
+    gpu_bytes = jturnip.peak_bytes(fn, a) // 3
+    f = jturnip.jit(fn, gpu_bytes)
+    np.testing.assert_array_equal(f(jturnip.host(a)), jax.jit(fn)(a))
+    assert f.last_run.strategy not in ("whole", "driven")
+    assert f.last_run.peak_bytes <= gpu_bytes
+
+
 @pytest.mark.parametrize("share", [2, 4])
 def test_a_loop_of_vmap_is_done_for_some_rows_at_a_time(share: int):
     """Some of them are done long before others."""

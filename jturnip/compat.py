@@ -356,7 +356,7 @@ def expanded(eqn: Any) -> Any:
     """What an equation stands for, as a jaxpr of the operations that JAX writes it with;
     None for one that is an operation itself, or where this jax cannot say.
 
-    `jax.random.gamma` is such an equation, and since JAX 0.12 `jnp.searchsorted` and others.
+    `jax.random.gamma` is one, and since JAX 0.12 `jnp.searchsorted` and others are.
     """
     try:
         if eqn.primitive.name == "call_hi_primitive":

@@ -360,6 +360,16 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...]]] = {
         lambda x, table: jnp.interp(x[:, None] * x, jnp.sort(table), jnp.cos(table)).sum(1),
         (numbers(90), numbers(40)),
     ),
+    "running sums of a long row": (
+        lambda x: (
+            jnp.cumsum(jnp.sin(x)),
+            lax.cumsum(jnp.round(9 * x).astype(np.int32), reverse=True),
+            lax.cumprod(1 + x[None] / 1000, axis=1, reverse=True),
+            x - lax.cummax(x),
+            lax.cummin(jnp.stack([x, -x], 1), axis=0),
+        ),
+        (numbers(6000),),
+    ),
     "gradients of a pooled network": (
         of_a_pooled_network,
         (numbers(12, 10, 10, 3), numbers(3, 3, 3, 8), numbers(3, 3, 8, 4)),
@@ -619,6 +629,15 @@ def test_a_sorted_table_is_searched_for_some_rows_at_a_time(method: str):
     found = f(*jturnip.host((table, rows)))
     np.testing.assert_array_equal(found, np.searchsorted(table, rows))
     assert f.last_run.strategy != "whole"
+    assert f.last_run.peak_bytes <= gpu_bytes
+
+
+@pytest.mark.parametrize("share", [2, 4])
+def test_a_running_sum_of_one_row_larger_than_the_budget(share: int):
+    fn, x = lambda x: jnp.cumsum(x), numbers(100_000)
+    gpu_bytes = jturnip.peak_bytes(fn, x) // share
+    f = jturnip.jit(fn, gpu_bytes)
+    assert_same(f(jturnip.host(x)), jax.jit(fn)(x), ulps=64)  # sums in another order
     assert f.last_run.peak_bytes <= gpu_bytes
 
 

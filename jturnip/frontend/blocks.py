@@ -27,6 +27,7 @@ from jturnip.frontend.choosing import (
 )
 from jturnip.frontend.costs import DeviceRates, slow_in_loops
 from jturnip.frontend.rules import Rule
+from jturnip.frontend.running import rows_as_blocks
 from jturnip.frontend.values import Constant, Equation, FlatJaxpr
 from jturnip.units import format_bytes
 
@@ -97,6 +98,7 @@ def cut_along_axes(
     """
     arena -= nbytes_of(flat, where.staying)
     known = Known()
+    flat = rows_as_blocks(flat, arena)
     if arena <= 0 or not _may_be_cut(flat, arena, where, known):
         return
     large = large_for(arena, rates, seconds_per_byte)
@@ -191,6 +193,7 @@ CUT = "In parts along its axes"
 def in_the_way(flat: FlatJaxpr, arena: int) -> str:
     """A sentence on the equation that is not done in less than there is, or "": one that
     has no axis, else the largest."""
+    flat = rows_as_blocks(flat, arena)
     large = {i: nbytes_of(flat, touched(e)) for i, e in enumerate(flat.equations)}
     among = [i for i, nbytes in large.items() if nbytes > arena > 0]
     if not among:

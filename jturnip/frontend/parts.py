@@ -236,7 +236,7 @@ def works(e: Equation, flat: FlatJaxpr, rule: Rule, label: int) -> bool:
             if how is not None:
                 partial = Type.of(v.aval)
                 combining(how, partial, partial)
-                jax.eval_shape(functools.partial(_nothing, how, partial))
+                jax.eval_shape(functools.partial(nothing, how, partial))
     except Exception:  # whatever a primitive says of what it was not made for
         return False
     return True
@@ -366,7 +366,7 @@ _BY_POSITION: dict[
 
 # -- reductions ------------------------------------------------------------------------
 
-_COMBINE: dict[str, Callable[[Any, Any], Any]] = {
+COMBINE: dict[str, Callable[[Any, Any], Any]] = {
     "add": lax.add,
     "max": lax.max,
     "min": lax.min,
@@ -388,7 +388,7 @@ def _dtype_of_sums(how: str, dtype: Any) -> Any:
     return np.dtype(np.float32) if wide else dtype
 
 
-def _nothing(how: str, t: Type) -> Any:
+def nothing(how: str, t: Type) -> Any:
     """What changes nothing when it is combined."""
     dtype = t.dtype
     if how in ("max", "min"):
@@ -430,7 +430,7 @@ def combined(how: str, sofar: Any, part: Any) -> Any:
     if how == SAME:
         return part
     part = lax.convert_element_type(part, sofar.dtype)
-    return _COMBINE[how](sofar, part)
+    return COMBINE[how](sofar, part)
 
 
 # -- stretches -------------------------------------------------------------------------
@@ -527,7 +527,7 @@ class _Blockwise:
     def _begin(self, v: int) -> Any:
         t = self._flat.types[v]
         if v in self._stretch.reduced:
-            return _nothing(self._stretch.reduced[v], t)
+            return nothing(self._stretch.reduced[v], t)
         return lax.full(t.shape, 0, t.dtype)
 
     def _with_block(self, v: int, before: Any, block: Any, start: Any) -> Any:

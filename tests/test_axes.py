@@ -370,6 +370,12 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...]]] = {
         ),
         (numbers(6000),),
     ),
+    "messages along edges": (
+        lambda nodes, edges, w: (
+            jnp.zeros_like(nodes).at[edges[1]].add(jnp.tanh(nodes[edges[0]] @ w))
+        ),
+        (numbers(50, 8), whole_numbers(50, 2, 800), numbers(8, 8)),
+    ),
     "gradients of a pooled network": (
         of_a_pooled_network,
         (numbers(12, 10, 10, 3), numbers(3, 3, 3, 8), numbers(3, 3, 8, 4)),

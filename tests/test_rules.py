@@ -245,6 +245,12 @@ POSITIONAL: dict[str, Callable[..., Any]] = {
     "a sum and a product": lambda x: lax.reduce(
         (x, -x), (np.float32(0), np.float32(1)), _sum_and_product, (1,)
     ),
+    **{
+        f"scattered to {how}": lambda x, how=how: getattr(
+            (x * 3)[:, 0].at[jnp.array([5, 1, 1, -2, 5, 99, 0, 3])], how
+        )(1 + x[:, 2], mode="drop")
+        for how in ("add", "mul", "min", "max", "subtract")
+    },
     "sums so far": lambda x: lax.cumsum(x, 1),
     "put together": lambda x: lax.concatenate([x, x + 1], 1),
     "sorted": lambda x: lax.sort((x, -x), dimension=1, num_keys=1),

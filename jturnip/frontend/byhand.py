@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 
-from jturnip.frontend.rules import SCATTERED_IN_PARTS, SCATTERS, Rule
+from jturnip.frontend.rules import COMBINED, SCATTERS, Rule
 from jturnip.frontend.values import Equation, Type, is_key
 
 
@@ -155,7 +155,7 @@ def _arg(e: Equation, operands: Sequence[Type], results: Sequence[Type]) -> Rule
 
 
 def _pooled(e: Equation, operands: Sequence[Type], results: Sequence[Type]) -> Rule:
-    """What has no windows, and windows that stand side by side and fill what they are of."""
+    """What has no windows, and windows side by side that fill what they are of."""
     params, rank = e.origin.params, len(results[0].shape)
     ones, shapes = (1,) * rank, [t.shape for t in (*operands, *results) if t.shape]
     dilations = (params.get(f"{of}_dilation") or ones for of in ("base", "window"))
@@ -183,9 +183,7 @@ def _reduced(e: Equation, operands: Sequence[Type], results: Sequence[Type]) -> 
     def labels(t: Type) -> tuple[int | None, ...]:
         return _large(t, [d if d in kept else None for d in range(len(t.shape))])
 
-    return Rule(
-        tuple(map(labels, operands)), tuple(_large(t, kept) for t in results)
-    )
+    return Rule(tuple(map(labels, operands)), tuple(_large(t, kept) for t in results))
 
 
 def _large(t: Type, labels: Sequence[int | None]) -> tuple[int | None, ...]:
@@ -224,7 +222,7 @@ def _gather(e: Equation, operands: Sequence[Type], results: Sequence[Type]) -> R
 
 def _scatter(e: Equation, operands: Sequence[Type], results: Sequence[Type]) -> Rule | None:
     """Parts of what is written to: each takes the updates that are for it. Or parts of the
-    updates, where it does not matter in which order these are combined."""
+    updates, if these are combined."""
     operand, indices, updates = operands
     numbers = e.origin.params["dimension_numbers"]
     gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
@@ -240,22 +238,15 @@ def _scatter(e: Equation, operands: Sequence[Type], results: Sequence[Type]) -> 
             labels[d] = _INDEXED + d
     batching = numbers.scatter_indices_batching_dims
     _batched(labels, numbers.operand_batching_dims, batching)
-    # Along what only indices and updates have, each part gives all of the result.
-    how = SCATTERED_IN_PARTS.get(e.name)
-    alone = {x for x in _of_indices(indices) if x is not None and x not in labels}
-    gone_too: set[int] = set() if how else alone
-    known = {*labels, *alone} - gone_too
-    kept = lambda found: [x if x in known else None for x in found]
+    # The result is whole along what only indices and updates are cut along.
+    how, inside = COMBINED.get(e.name), set(labels)
+    of_indices, of_updates = _of_indices(indices), _large(updates, of_updates)
+    apart = {x for x in of_indices if x is not None and x not in inside} if how else set()
+    kept = lambda each: tuple(x if x in inside | apart else None for x in each)
     return Rule(
-        (
-            _large(operand, labels),
-            tuple(kept(_of_indices(indices))),
-            _large(
-                updates, kept(x if x in (*labels, *alone) else None for x in of_updates)
-            ),
-        ),
+        (_large(operand, labels), kept(of_indices), kept(of_updates)),
         (_large(results[0], labels),),
-        {label: (how,) for label in alone} if how else {},
+        {label: (how,) for label in sorted(apart)},
     )
 
 

@@ -12,7 +12,7 @@ from jax import lax
 from jax.extend.random import threefry2x32_p
 
 from jturnip.frontend import axes, costs, iterations
-from jturnip.frontend.rules import SAME, SCATTERED_IN_PARTS, SCATTERS, Along, Rule
+from jturnip.frontend.rules import COMBINED, SAME, SCATTERS, Along, Rule
 from jturnip.frontend.stretches import Pass, Stretch
 from jturnip.frontend.values import Constant, Equation, FlatJaxpr, Type, bind
 
@@ -305,18 +305,16 @@ def _scattered(
     along: Along,
     low: Any,
 ) -> Any:
-    """What a scatter makes of a part; updates for other parts are dropped. Or what it makes
-    of a part of the updates: of the first together with the operand."""
+    """What a scatter makes of a part; updates for other parts are dropped."""
     part, indices, updates = operands[0], _wide(operands[1]), operands[2]
     params, whole = e.origin.params, e.origin.invars[0].aval.shape
     numbers = params["dimension_numbers"]
     dim, scale = along.operands[0] or (None, 0)
-    if dim is None and SCATTERED_IN_PARTS.get(e.name) == "add":
-        zero = -0.0 if jnp.issubdtype(part.dtype, jnp.inexact) else 0
-        first = lax.select(low == 0, part, lax.full_like(part, zero))
-        operands = first, *operands[1:]
     if dim not in numbers.scatter_dims_to_operand_dims:
-        (result,) = bind(e.origin, operands)
+        if along.result is None:  # it has some of the updates, and all of the operand
+            none = nothing(COMBINED[e.name], Type(shape, part.dtype))
+            part = lax.select(low == 0, part, _converted(none, part.dtype))
+        (result,) = bind(e.origin, (part, indices, updates))
         return result
     gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
     windows = iter(numbers.update_window_dims)

@@ -21,18 +21,14 @@ COMBINED = {
 COMBINED["ragged_dot_general"] = "add"
 # A gather along what it indexes finds each row in one part, and nothing in the others.
 COMBINED["gather"] = "add"
+# What some of the updates of a scatter make of its operand, which only one part has.
+COMBINED.update({"scatter-add": "add", "scatter-sub": "add", "scatter-mul": "mul"})
+COMBINED.update({"scatter-min": "min", "scatter-max": "max"})
 # Not by any operation: it is the same for each part.
 SAME = "same"
 SCATTERS = frozenset(
     ["scatter", *(f"scatter-{how}" for how in "add sub mul min max".split())]
 )
-# How results of parts of the updates are combined, each written into nothing.
-SCATTERED_IN_PARTS = {
-    "scatter-add": "add",
-    "scatter-sub": "add",
-    "scatter-min": "min",
-    "scatter-max": "max",
-}
 
 
 @dataclass(frozen=True, slots=True)

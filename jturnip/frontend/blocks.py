@@ -28,6 +28,7 @@ from jturnip.frontend.choosing import (
 from jturnip.frontend.costs import DeviceRates, slow_in_loops
 from jturnip.frontend.rules import Rule
 from jturnip.frontend.running import rows_as_blocks
+from jturnip.frontend.shifting import shifted
 from jturnip.frontend.values import Constant, Equation, FlatJaxpr
 from jturnip.units import format_bytes
 
@@ -102,9 +103,8 @@ def cut_along_axes(
     if arena <= 0 or not _may_be_cut(flat, arena, where, known):
         return
     large = large_for(arena, rates, seconds_per_byte)
-    alone = made_anew(flat, large, known)
     doubtful: list[Ways] = []
-    for each in [flat] if alone is flat else [alone, flat]:
+    for each in _written_otherwise(flat, arena, large, known):
         for ways in _in_some_ways(each, where, arena, rates, platform, known):
             sure = tuple(cut for cut in ways if not _joins_too_much(cut, arena))
             if sure:
@@ -112,6 +112,18 @@ def cut_along_axes(
             else:
                 doubtful.append(Ways(tuple(ways), doubtful=True))
     yield from doubtful
+
+
+def _written_otherwise(
+    flat: FlatJaxpr, arena: int, large: Large, known: Known
+) -> Iterator[FlatJaxpr]:
+    """The function in forms in which more of it can be cut, then as it is."""
+    seen: list[FlatJaxpr] = []
+    for form in (shifted(flat, arena), flat):
+        for each in (made_anew(form, large, known), form):
+            if all(each is not before for before in seen):
+                seen.append(each)
+                yield each
 
 
 def large_for(arena: int, rates: DeviceRates, seconds_per_byte: float) -> Large:

@@ -18,6 +18,7 @@ from jturnip.frontend.anew import Large
 from jturnip.frontend.choosing import Room, Search, Where, cut_once, nbytes_of
 from jturnip.frontend.costs import DeviceRates, slow_in_loops
 from jturnip.frontend.loops import scan_counts
+from jturnip.frontend.shifting import shifted
 from jturnip.frontend.sinking import sunk
 from jturnip.frontend.streaming import Seen
 from jturnip.frontend.values import Constant, Equation, FlatJaxpr, bind, read_by
@@ -116,6 +117,7 @@ class _Bodies:
             return closed, ()
         there = frozenset((*flat.inputs, *(v for v, _ in flat.constants)))
         made, deeper = self.in_blocks(flat, free + nbytes_of(flat, there))
+        made = shifted(made, free)
         least = max(1, int(free * self.share))
         room = Room(
             free,

@@ -13,7 +13,9 @@
 | `results.live` | without what nobody needs |
 
 What still does not fit is cut along any axis by `blocks.cut_along_axes`, another pass of
-the same kind; `partition.py` then orders equations and draws them together into tasks.
+the same kind, and loops whose arguments fit get bodies in blocks by
+`bodies.with_bodies_in_blocks`. Then `partition.py` orders equations and draws them together
+into tasks.
 """
 
 from typing import Any

@@ -6,6 +6,7 @@ largest body does. How near this is to XLA's own analysis is in docs/memory-mode
 orders the work, and refuses nothing.
 """
 
+import functools
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -22,7 +23,11 @@ _COUNTERS = 3
 
 def temporary_bytes(closed: Any) -> int:
     """Bytes that a jaxpr holds at once beside what enters and leaves it."""
-    jaxpr = getattr(closed, "jaxpr", closed)
+    return _temporary_bytes(getattr(closed, "jaxpr", closed))
+
+
+@functools.lru_cache(maxsize=4096)  # of jaxprs without the arrays they close over
+def _temporary_bytes(jaxpr: Any) -> int:
     outside = {id(v) for v in (*jaxpr.invars, *jaxpr.constvars, *jaxpr.outvars)}
     last: dict[int, int] = {}
     heavy: set[int] = set()

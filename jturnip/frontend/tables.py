@@ -9,7 +9,7 @@ converts it does so to the rows; where it is then added to a table, the host add
 """
 
 import dataclasses
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -40,6 +40,27 @@ def rows_by_host(flat: FlatJaxpr, tables: Collection[int]) -> FlatJaxpr:
         some rows of them.
     """
     return _Tables(flat, tables).result() if tables else flat
+
+
+def loops_read_rows(
+    flat: FlatJaxpr, hosted: Collection[int], inline: Callable[[Any], FlatJaxpr]
+) -> bool:
+    """Whether some `while` reads or adds to rows of a table in host memory, so that only
+    these rows need travel if it is driven."""
+    for e in flat.equations:
+        if e.name == "while":
+            params = e.origin.params
+            first = params["cond_nconsts"]
+            read = e.inputs[first : first + params["body_nconsts"]]
+            body = inline(params["body_jaxpr"])
+            tables = {
+                inside
+                for v, inside in zip(read, body.inputs, strict=False)
+                if v in hosted and body.types[inside].nbytes > _SMALL
+            }
+            if any(e.driven for e in rows_by_host(body, tables).equations):
+                return True
+    return False
 
 
 def lookups_first(flat: FlatJaxpr, most: int) -> FlatJaxpr:

@@ -20,6 +20,7 @@ from jturnip.frontend.bodies import with_bodies_in_blocks
 from jturnip.frontend.flatten import flatten
 from jturnip.frontend.inline import Condition, argument_avals
 from jturnip.frontend.streaming import Seen
+from jturnip.frontend.tables import loops_read_rows
 from jturnip.frontend.values import Equation, FlatJaxpr
 from jturnip.graph.plan import Plan
 from jturnip.placement import Arguments, Budget, Returned, Whose
@@ -160,7 +161,10 @@ def _tries(
         if has_loops or not how.axes:
             if loops_stay and _takes_loops_apart(tried, flat):
                 loops_stay = False  # it is the same for every attempt
-                yield from _with_whole_loops(flat, tried, in_blocks, arguments, budget, how)
+                whole = _with_whole_loops(
+                    flat, tried, in_blocks, seen, arguments, budget, how
+                )
+                yield from whole
         else:  # what was cut along rows is to be cut along any axis instead
             tried = flat
         yield functools.partial(_of_flat, tried, arguments, budget, how, attempt)
@@ -172,14 +176,16 @@ def _with_whole_loops(
     flat: FlatJaxpr,
     tried: FlatJaxpr,
     in_blocks: Iterator[FlatJaxpr],
+    seen: Seen,
     arguments: Arguments,
     budget: Budget,
     how: How,
 ) -> Iterator[_Try]:
     """What is tried rather than taking loops apart."""
-    arena = budget.arena(arguments.device)
+    arena, hosted = budget.arena(arguments.device), places.where(flat, arguments).hosted
     # A loop is done for a part of the positions along an axis, rather than driven.
-    if has_loops_with_axes(flat, arena, "while"):
+    has_axes = has_loops_with_axes(flat, arena, "while")
+    if has_axes and not loops_read_rows(flat, hosted, seen.inline):
         yield functools.partial(_cut_along_axes, flat, arguments, budget, how)
     # It is one task.
     for cut in in_blocks:

@@ -251,6 +251,12 @@ POSITIONAL: dict[str, Callable[..., Any]] = {
         )(1 + x[:, 2], mode="drop")
         for how in ("add", "mul", "min", "max", "subtract")
     },
+    "series of each": lambda x: (
+        lax.igamma(0.1 + jnp.abs(x), 9 * jnp.abs(x[::-1])),
+        lax.igammac(0.1 + jnp.abs(x), jnp.abs(x[::-1])),
+        lax.igamma_grad_a(0.1 + jnp.abs(x), jnp.abs(x[::-1])),
+        lax.betainc(1 + jnp.abs(x), 9 * jnp.abs(x[::-1]), lax.logistic(x)),
+    ),
     "sums so far": lambda x: lax.cumsum(x, 1),
     "put together": lambda x: lax.concatenate([x, x + 1], 1),
     "sorted": lambda x: lax.sort((x, -x), dimension=1, num_keys=1),

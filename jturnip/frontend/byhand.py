@@ -15,6 +15,13 @@ def _iota(e: Equation, operands: Sequence[Type], results: Sequence[Type]) -> Rul
     return Rule((), (labels,))
 
 
+def _each(e: Equation, operands: Sequence[Type], results: Sequence[Type]) -> Rule:
+    """Every element by itself, in a loop that leaves those that are done as they are."""
+    del e
+    labels = lambda t: _large(t, range(len(t.shape)))
+    return Rule(tuple(map(labels, operands)), tuple(map(labels, results)))
+
+
 def _factored(e: Equation, operands: Sequence[Type], results: Sequence[Type]) -> Rule:
     """Batches of matrices: LAPACK is called for each of them."""
     matrix = e.name != "lu_pivots_to_permutation"
@@ -287,6 +294,10 @@ def _batched(
 OF_KEYS = frozenset(f"random_{what}" for what in "wrap unwrap split fold_in".split())
 
 RULES: dict[str, Callable[[Equation, Sequence[Type], Sequence[Type]], Rule | None]] = {
+    **dict.fromkeys(
+        "igamma igammac igamma_grad_a regularized_incomplete_beta".split(),
+        _each,
+    ),
     "top_k": _top_k,
     "argmax": _arg,
     "argmin": _arg,

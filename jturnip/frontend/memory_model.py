@@ -17,8 +17,15 @@ from jturnip.frontend.costs import HEAVY, nested
 from jturnip.frontend.values import FlatJaxpr, Type
 
 
-# What is held to make random bits, over what these take.
-_COUNTERS = 3
+# What is held to make a result, over what it takes: the halves of a counter, and the state
+# of loops of continued fractions and series.
+_HELD = {
+    "random_bits": 3,
+    "igamma": 38,
+    "igammac": 38,
+    "igamma_grad_a": 44,
+    "regularized_incomplete_beta": 17,
+}
 
 
 def temporary_bytes(closed: Any) -> int:
@@ -51,10 +58,9 @@ def _temporary_bytes(jaxpr: Any) -> int:
 
 def inner_bytes(eqn: Any) -> int:
     """Temporary bytes of the largest jaxpr that an equation calls, or of what it is lowered
-    to: random bits are made of the halves of a counter, products of groups of rows of all
-    rows once for each group."""
-    if eqn.primitive.name == "random_bits":
-        return _COUNTERS * Type.of(eqn.outvars[0].aval).nbytes
+    to: products of groups of rows are made of all rows once for each group."""
+    if eqn.primitive.name in _HELD:
+        return _HELD[eqn.primitive.name] * Type.of(eqn.outvars[0].aval).nbytes
     if eqn.primitive.name == "ragged_dot_general":
         left, _, sizes = (Type.of(v.aval) for v in eqn.invars)
         return sizes.shape[-1] * left.nbytes

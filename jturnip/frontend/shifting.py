@@ -17,7 +17,7 @@ from jax import lax
 
 from jturnip.frontend.builder import Builder
 from jturnip.frontend.results import live
-from jturnip.frontend.values import Constant, Equation, FlatJaxpr, Type
+from jturnip.frontend.values import Atom, Constant, Equation, FlatJaxpr, Type
 
 
 # What takes less than this share of what there is stays as it is.
@@ -40,8 +40,7 @@ def shifted(flat: FlatJaxpr, arena: int) -> FlatJaxpr:
             builder.equations.append(e)
             continue
         some = True
-        source, closed = found
-        builder.ours(closed, (source,), e.within)
+        builder.ours(found[1], found[0], e.within)
         last = dataclasses.replace(builder.equations[-1], outputs=e.outputs)
         builder.equations[-1] = last
     if not some:
@@ -60,7 +59,7 @@ class _Piece:
 
 def _pieces(
     e: Equation, flat: FlatJaxpr, written: Mapping[int, Equation]
-) -> tuple[int, Any] | None:
+) -> tuple[tuple[Atom, ...], Any] | None:
     """The array of which pieces are put together along a dimension, and how."""
     if e.name != "concatenate" or not 2 <= len(e.inputs) <= _PIECES:
         return None
@@ -86,7 +85,7 @@ def _pieces(
     t = flat.types[source]
     length = sum(p.stop - p.start for p in found)
     gather = lambda x: _rows(x, dim, places(_positions(length)))
-    return source, jax.make_jaxpr(gather)(t.struct())
+    return (source,), jax.make_jaxpr(gather)(t.struct())
 
 
 def _piece(
@@ -106,32 +105,31 @@ def _piece(
     return _Piece(e.inputs[0], start, start + shape[dim])
 
 
-def _border(e: Equation, flat: FlatJaxpr) -> tuple[int, Any] | None:
-    """The array that a border of one number is put around, and how."""
-    if e.name != "pad" or isinstance(e.inputs[0], Constant):
-        return None
-    value, config = e.inputs[1], e.origin.params["padding_config"]
-    if not isinstance(value, Constant) or any(
-        low < 0 or high < 0 or inner for low, high, inner in config
+def _border(e: Equation, flat: FlatJaxpr) -> tuple[tuple[Atom, ...], Any] | None:
+    """The array that a border of one number is put around, with that number, and how."""
+    config = e.origin.params["padding_config"] if e.name == "pad" else ()
+    if (
+        e.name != "pad"
+        or isinstance(e.inputs[0], Constant)
+        or any(low < 0 or high < 0 or inner for low, high, inner in config)
     ):
         return None
-    t = flat.types[e.inputs[0]]
-    dim, border = _first_long(t), np.asarray(value.value).item()
+    t, of_border = flat.operand_types(e)
+    dim = _first_long(t)
     if dim is None or not any(config[dim]):
         return None
     low, high, _ = config[dim]
     others = [(0, 0, 0) if d == dim else each for d, each in enumerate(config)]
 
-    def padded(x: Any) -> Any:
-        none = lax.full((), border, x.dtype)
-        x = lax.pad(x, none, others) if any(map(any, others)) else x
+    def padded(x: Any, border: Any) -> Any:
+        x = lax.pad(x, border, others) if any(map(any, others)) else x
         places = _positions(low + x.shape[dim] + high) - low
         inside = (places >= 0) & (places < x.shape[dim])
         found = _rows(x, dim, lax.clamp(0, places, x.shape[dim] - 1))
         spread = lax.broadcast_in_dim(inside[:, 0], found.shape, (dim,))
-        return lax.select(spread, found, lax.full_like(found, border))
+        return lax.select(spread, found, lax.broadcast_in_dim(border, found.shape, ()))
 
-    return e.inputs[0], jax.make_jaxpr(padded)(t.struct())
+    return e.inputs, jax.make_jaxpr(padded)(t.struct(), of_border.struct())
 
 
 def _first_long(t: Type) -> int | None:

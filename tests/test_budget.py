@@ -25,7 +25,7 @@ from checks import (
 )
 
 import jturnip
-from jturnip import placement
+from jturnip import placement, units
 from jturnip.compiler import executables
 from jturnip.models import llama
 from jturnip.placement import Returned
@@ -464,3 +464,18 @@ def test_a_training_state_of_many_leaves_is_recognised_at_once():
         types = [*jax.tree.leaves(results)], [*jax.tree.leaves(state)]
         assert all(types[0][at].shape == types[1][i].shape for at, i in returned.again)
         assert min(at for at, _ in returned.again) == first
+
+
+def test_a_few_numbers_that_are_closed_over_are_part_of_the_executable():
+    """They would be what XLA's own figure is exceeded by: and what fits, XLA says."""
+    x = np.random.default_rng(0).normal(size=4000).astype(np.float32)
+    fn = lambda x: jnp.quantile(x, jnp.asarray([0.1, 0.5, 0.9]))
+    f = jturnip.jit(fn, jturnip.peak_bytes(fn, x))
+    np.testing.assert_array_equal(f(jturnip.host(x)), jax.jit(fn)(x))
+    assert f.last_run.strategy == "whole"
+    large = jnp.asarray(x)
+    g = lambda x: jnp.tanh(x) + large
+    needed = jturnip.peak_bytes(g, x) + 2 * units.padded(x.nbytes)
+    assert jturnip.jit(g, needed).lower(x).plan.strategy == "whole"
+    with pytest.raises(jturnip.DoesNotFit):
+        _ = jturnip.jit(g, needed - x.nbytes, strategy="whole").lower(x).plan

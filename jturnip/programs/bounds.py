@@ -3,7 +3,7 @@
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from jturnip import memory
+from jturnip import memory, placement
 from jturnip.frontend.hints import nested
 from jturnip.frontend.loops import scan_counts
 from jturnip.frontend.values import FlatJaxpr, Type, is_packed
@@ -73,8 +73,7 @@ def _read_whole(jaxpr: Any, arrays: Collection[Any]) -> int:
 def whole_bytes(whole: Any, closed_over: Sequence[Any]) -> int:
     """Device bytes of a whole executable, by XLA's own analysis.
 
-    That leaves out what is closed over: a copy is part of the executable, and the array
-    itself may be on the device too.
+    That leaves out what is closed over (`_closed_over_bytes`).
     """
     sizes = whole.memory_analysis()
     return int(
@@ -82,9 +81,17 @@ def whole_bytes(whole: Any, closed_over: Sequence[Any]) -> int:
         + sizes.output_size_in_bytes
         - sizes.alias_size_in_bytes
         + sizes.temp_size_in_bytes
-        + sum(Type.of(array).nbytes for array in closed_over)
-        + memory.device_bytes(closed_over)
+        + _closed_over_bytes(closed_over)
     )
+
+
+def _closed_over_bytes(closed_over: Sequence[Any]) -> int:
+    """Device bytes of what a whole executable closes over: a copy is part of it, and the
+    array itself may be on the device too. A few numbers are as much a part of it as its
+    code is, which nobody counts: with them it fits where XLA says so."""
+    nbytes = sum(Type.of(array).nbytes for array in closed_over)
+    nbytes += memory.device_bytes(closed_over)
+    return nbytes if nbytes > placement.BOOKKEEPING else 0
 
 
 def least_whole_bytes(
@@ -105,8 +112,7 @@ def least_whole_bytes(
     by_equations = {v for e in flat.equations for v in e.outputs}
     results = by_equations.intersection(flat.written_outputs)
     written = sum(_least_bytes(flat.types[v]) for v in results)
-    constants = sum(Type.of(array).nbytes for array in closed_over)
-    return read + max(0, written - donated) + constants + memory.device_bytes(closed_over)
+    return read + max(0, written - donated) + _closed_over_bytes(closed_over)
 
 
 def _least_bytes(t: Type) -> int:

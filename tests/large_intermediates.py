@@ -557,6 +557,83 @@ def channels_filtered_along_time(signal: Any, taps: Any) -> Any:
     return jax.lax.scan(step, latest, signal)[1]
 
 
+@case((long(4000), 8))
+def centres_that_settle(x: Any) -> Any:
+    """How often it takes depends on all points."""
+
+    def step(state: Any) -> Any:
+        centres, _, count = state
+        nearest = ((x[:, None] - centres) ** 2).sum(-1).argmin(1)
+        belongs = jax.nn.one_hot(nearest, 32)
+        moved = (belongs.T @ x) / jnp.maximum(belongs.sum(0), 1)[:, None]
+        return moved, jnp.abs(moved - centres).max(), count + 1
+
+    goes_on = lambda state: (state[1] > 1e-3) & (state[2] < 8)
+    return jax.lax.while_loop(goes_on, step, (x[:32], jnp.inf, 0))[0]
+
+
+@case((long(8192), 12))
+def roots_one_by_one(coefficients: Any) -> Any:
+    """Each takes as many steps as it needs."""
+
+    def root(c: Any) -> Any:
+        def step(state: Any) -> Any:
+            x, _, count = state
+            value = (c**2 * x + x**3 / 12 - jnp.sin(c)).sum()
+            change = value / (c**2 + x**2 / 4).sum()
+            return x - change, jnp.abs(change), count + 1
+
+        goes_on = lambda state: (state[1] > 1e-4) & (state[2] < 12)
+        return jax.lax.while_loop(goes_on, step, (0.3, jnp.inf, 0))[0]
+
+    return jax.vmap(root)(coefficients)
+
+
+@case((200, 16), (3, 32, 16), integers(200, 2, long(8000)))
+def gradients_along_the_edges_of_a_graph(nodes: Any, weights: Any, edges: Any) -> Any:
+    def loss(nodes: Any, weights: Any) -> Any:
+        for w in weights:
+            ends = jnp.concatenate([nodes[edges[0]], nodes[edges[1]]], axis=-1)
+            sent = jax.ops.segment_sum(jax.nn.relu(ends @ w), edges[1], nodes.shape[0])
+            nodes = nodes + jnp.tanh(sent / 40)
+        return jnp.mean(nodes**2)
+
+    return jax.grad(loss, (0, 1))(nodes, weights)
+
+
+@case((long(256), 256))
+def a_lattice_of_spins(field: Any) -> Any:
+    def step(count: Any, state: Any) -> Any:
+        spins, key = state
+        key, used = jax.random.split(key)
+        around = sum(jnp.roll(spins, d, axis) for axis in (0, 1) for d in (1, -1))
+        up = jax.random.uniform(used, spins.shape) < jax.nn.sigmoid(0.9 * around + field)
+        rows = jax.lax.broadcasted_iota(jnp.int32, spins.shape, 0)
+        return jnp.where((rows + count) % 2 == 0, jnp.where(up, 1.0, -1.0), spins), key
+
+    first = jnp.ones(field.shape), jax.random.key(0)
+    return jax.lax.fori_loop(0, 5, step, first)[0]
+
+
+@case(integers(4, long(1000), 32), integers(4, long(1000), 32))
+def sequences_that_are_aligned(a: Any, b: Any) -> Any:
+    """A scan in a scan, in which next to nothing is done in each step."""
+
+    def one(a: Any, b: Any) -> Any:
+        def row(before: Any, x: Any) -> Any:
+            def cell(left: Any, above: Any) -> Any:
+                best = jnp.maximum(jnp.maximum(left - 1, above[0] - 1), above[1])
+                return best, best
+
+            match = before + jnp.where(x == b, 2.0, -1.0)
+            _, new = jax.lax.scan(cell, jnp.float32(0), (before, match))
+            return new, new.max()
+
+        return jax.lax.scan(row, jnp.zeros(b.shape[0]), a)[1].max()
+
+    return jax.vmap(one)(a, b)
+
+
 # -- the page --------------------------------------------------------------------------
 
 # Why some are refused where they are.

@@ -24,7 +24,7 @@ from jturnip import compat
 from jturnip.errors import UnsupportedError
 from jturnip.frontend import costs
 from jturnip.frontend.inline import inline
-from jturnip.frontend.loops import scan_counts
+from jturnip.frontend.loops import scan_counts, scanned
 from jturnip.frontend.results import live
 from jturnip.frontend.rules import SAME, Along, Rule, without
 from jturnip.frontend.sets import Joined
@@ -375,17 +375,7 @@ def on_part(
         results = iteration.run([*first, *carried, *xs])
         return tuple(results[:carry]), tuple(results[carry:])
 
-    params = e.origin.params
-    with e.origin.ctx.manager:
-        carried, stacked = lax.scan(
-            step,
-            tuple(carried),
-            tuple(operands[consts + carry :]),
-            length=params["length"],
-            reverse=params["reverse"],
-            unroll=params["unroll"],
-        )
-    return *carried, *stacked
+    return scanned(e.origin, step, carried, operands[consts + carry :])
 
 
 def _while(

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from jax import lax
+
 from jturnip.frontend import costs
 from jturnip.frontend.costs import DeviceRates
 from jturnip.frontend.memory_model import inner_bytes, temporary_bytes
@@ -67,6 +69,24 @@ def scan_counts(eqn: Any) -> tuple[int, int, int]:
     carry = sum(map(same, eqn.outvars, body.outvars))
     xs = sum(not same(o, i) for o, i in zip(eqn.invars, body.invars, strict=True))
     return len(eqn.invars) - carry - xs, carry, xs
+
+
+def scanned(
+    eqn: Any, step: Callable[..., Any], carried: Sequence[Any], xs: Sequence[Any]
+) -> Sequence[Any]:
+    """What the iterations of a scan give with another body, and other operands: what is
+    carried, then what is stacked."""
+    params = eqn.params
+    with eqn.ctx.manager:
+        carried, stacked = lax.scan(
+            step,
+            tuple(carried),
+            tuple(xs),
+            length=params["length"],
+            reverse=params["reverse"],
+            unroll=params["unroll"],
+        )
+    return *carried, *stacked
 
 
 def find_cuts(

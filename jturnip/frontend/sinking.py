@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
 from jturnip.frontend.anew import Large, making
-from jturnip.frontend.loops import scan_counts
+from jturnip.frontend.loops import scan_counts, scanned
 from jturnip.frontend.results import live
 from jturnip.frontend.values import Atom, Constant, Equation, FlatJaxpr, Type, bind, read_by
 
@@ -110,7 +109,7 @@ def _made_inside(
 
 
 def _scan(e: Equation, body: Any, consts: int) -> Any:
-    params, carry = e.origin.params, scan_counts(e.origin)[1]
+    carry = scan_counts(e.origin)[1]
 
     def function(*operands: Any) -> Any:
         first, carried = operands[:consts], operands[consts : consts + carry]
@@ -119,16 +118,7 @@ def _scan(e: Equation, body: Any, consts: int) -> Any:
             results = jaxpr_as_fun(body)(*first, *carried, *xs)
             return tuple(results[:carry]), tuple(results[carry:])
 
-        with e.origin.ctx.manager:
-            carried, stacked = lax.scan(
-                step,
-                tuple(carried),
-                tuple(operands[consts + carry :]),
-                length=params["length"],
-                reverse=params["reverse"],
-                unroll=params["unroll"],
-            )
-        return *carried, *stacked
+        return scanned(e.origin, step, carried, operands[consts + carry :])
 
     return function
 

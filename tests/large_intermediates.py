@@ -638,6 +638,7 @@ def sequences_that_are_aligned(a: Any, b: Any) -> Any:
 
 # Why some are refused where they are.
 _WHY = {
+    "centres that settle": "all points are read in each iteration, and leave no room",
     "a gaussian process": "a Cholesky factor needs its matrix whole",
     "a jacobian of a network": "the weights leave no room for a row; cut along more axes"
     " there are too many tasks",

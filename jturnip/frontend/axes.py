@@ -17,15 +17,15 @@ from typing import Any, TypeAlias
 
 from jturnip import compat
 from jturnip.frontend import byhand, costs, iterations, shardy
+from jturnip.frontend.loops import LOOPS
 from jturnip.frontend.rules import Rule, without
 from jturnip.frontend.values import Equation, FlatJaxpr, is_key
 
 
-_LOOPS = frozenset(["scan", "while"])
 # They call code that is not XLA's own.
 _UNRULED = frozenset("pure_callback ffi_call custom_call".split())
 # Of what calls jaxprs, what has a rule.
-_CALLING = _LOOPS.union("reduce reduce_window".split())
+_CALLING = LOOPS.union("reduce reduce_window".split())
 # They may read and write keys.
 _OF_KEYS = byhand.OF_KEYS.union(
     "scan while random_bits slice squeeze unstack reshape transpose broadcast_in_dim"
@@ -83,12 +83,12 @@ def _rules_by_keys(
     before = {key: _known.get(key) for key in distinct}
     found = {key: entry[1] for key, entry in before.items() if entry is not None}
     new = {key: e for key, e in distinct.items() if key not in found}
-    ours = {*_LOOPS, *byhand.RULES}
+    ours = {*LOOPS, *byhand.RULES}
     lowered = {key: e for key, e in new.items() if e.name not in ours}
     of_shardy = shardy.rules_or_none(list(lowered.values()), flat) if lowered else ()
     found.update(zip(lowered, of_shardy, strict=True))
     for key, e in new.items():
-        if e.name in _LOOPS:
+        if e.name in LOOPS:
             found[key] = iterations.rule_of(e, rules_by(works))
         elif key not in lowered:
             types = flat.operand_types(e), [flat.types[v] for v in e.outputs]

@@ -17,11 +17,11 @@ from jturnip.errors import UnsupportedError
 from jturnip.frontend.anew import Large
 from jturnip.frontend.choosing import Room, Search, Where, cut_once, nbytes_of
 from jturnip.frontend.costs import DeviceRates, slow_in_loops
-from jturnip.frontend.loops import scan_counts
+from jturnip.frontend.loops import LOOPS, loop_counts
 from jturnip.frontend.shifting import shifted
 from jturnip.frontend.sinking import sunk
 from jturnip.frontend.streaming import Seen
-from jturnip.frontend.values import Constant, Equation, FlatJaxpr, bind, read_by
+from jturnip.frontend.values import Equation, FlatJaxpr, bind, carry_out, read_by
 
 
 # What is tried: as for so many times less than there is, with XLA holding so much of a
@@ -139,18 +139,12 @@ class _Bodies:
 
 def _bytes_outside(e: Equation, flat: FlatJaxpr) -> int:
     """What is there all the time: operands, and results that do not take their place."""
-    carried = 0
-    if e.name == "while":
-        carried = len(e.outputs)
-    elif e.name == "scan":
-        carried = scan_counts(e.origin)[1]
+    carried = loop_counts(e.origin)[1] if e.name in LOOPS else 0
     return nbytes_of(flat, {*read_by(e), *e.outputs[carried:]})
 
 
 def _evaluated(flat: FlatJaxpr, *operands: Any) -> list[Any]:
     values = dict(zip(flat.inputs, operands, strict=True))
     values.update(flat.constants)
-    for e in flat.equations:
-        read = [v.value if isinstance(v, Constant) else values[v] for v in e.inputs]
-        values.update(zip(e.outputs, e.bind(read), strict=True))
+    carry_out(flat.equations, values)
     return [values[v] for v in flat.result_values]

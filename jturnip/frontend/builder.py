@@ -1,5 +1,6 @@
 """A flat program while a pass makes it: values are numbered as they come."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -103,6 +104,13 @@ class Builder:
         if not isinstance(atom, Constant):
             return atom
         return self.closed_over(np.asarray(atom.value, atom.type.dtype), atom.type)
+
+    def instead(self, e: Equation, operands: Sequence[Atom], closed: Any) -> None:
+        """Adds the equations of a jaxpr of our own making that give in the end what an
+        equation with one result gives."""
+        self.ours(closed, operands, e.within)
+        last = dataclasses.replace(self.equations[-1], outputs=e.outputs)
+        self.equations[-1] = last
 
     def ours(
         self,

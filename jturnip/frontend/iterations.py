@@ -24,7 +24,7 @@ from jturnip import compat
 from jturnip.errors import UnsupportedError
 from jturnip.frontend import costs
 from jturnip.frontend.inline import inline
-from jturnip.frontend.loops import scan_counts, scanned
+from jturnip.frontend.loops import loop_counts, scanned
 from jturnip.frontend.results import live
 from jturnip.frontend.rules import SAME, Along, Rule, without
 from jturnip.frontend.sets import Joined
@@ -88,15 +88,11 @@ class Body:
 
 def body_of(eqn: Any, rules: Rules) -> Body | None:
     """The body of a loop with its axes; None where it is not one of plain arrays."""
+    params, counts = eqn.params, loop_counts(eqn)
+    condition, closed = None, params.get("jaxpr")
     if eqn.primitive.name == "while":
-        params = eqn.params
-        of_condition, of_body = params["cond_nconsts"], params["body_nconsts"]
-        consts = of_condition + of_body
-        counts = consts, len(eqn.invars) - consts, 0
-        condition = params["cond_jaxpr"], of_condition
+        condition = params["cond_jaxpr"], params["cond_nconsts"]
         closed = params["body_jaxpr"]
-    else:
-        counts, condition, closed = scan_counts(eqn), None, eqn.params["jaxpr"]
     return _body_of(closed, condition, counts, rules, compat.trace_context())
 
 

@@ -29,6 +29,9 @@ _MOST_EQUATIONS = 100_000
 _WORTH = 4
 
 
+LOOPS = frozenset(["scan", "while"])
+
+
 @dataclass(frozen=True, slots=True)
 class Streaming:
     """What cutting loops and large arrays depends on, beside the function."""
@@ -69,6 +72,15 @@ def scan_counts(eqn: Any) -> tuple[int, int, int]:
     carry = sum(map(same, eqn.outvars, body.outvars))
     xs = sum(not same(o, i) for o, i in zip(eqn.invars, body.invars, strict=True))
     return len(eqn.invars) - carry - xs, carry, xs
+
+
+def loop_counts(eqn: Any) -> tuple[int, int, int]:
+    """The same of one of `LOOPS`. A `while` scans nothing, and has the constants of its
+    condition before those of its body."""
+    if eqn.primitive.name == "scan":
+        return scan_counts(eqn)
+    consts = eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
+    return consts, len(eqn.invars) - consts, 0
 
 
 def scanned(

@@ -6,7 +6,7 @@ largest body does. How near this is to XLA's own analysis is in docs/memory-mode
 orders the work, and refuses nothing.
 """
 
-import functools
+import weakref
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -30,10 +30,16 @@ _HELD = {
 
 def temporary_bytes(closed: Any) -> int:
     """Bytes that a jaxpr holds at once beside what enters and leaves it."""
-    return _temporary_bytes(getattr(closed, "jaxpr", closed))
+    jaxpr = getattr(closed, "jaxpr", closed)
+    if jaxpr not in _known:
+        _known[jaxpr] = _temporary_bytes(jaxpr)
+    return _known[jaxpr]
 
 
-@functools.lru_cache(maxsize=4096)  # of jaxprs without the arrays they close over
+# Of jaxprs while they live: what they close over is the user's, and is not held.
+_known: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
 def _temporary_bytes(jaxpr: Any) -> int:
     outside = {id(v) for v in (*jaxpr.invars, *jaxpr.constvars, *jaxpr.outvars)}
     last: dict[int, int] = {}

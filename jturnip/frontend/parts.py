@@ -12,9 +12,10 @@ from jax import lax
 from jax.extend.random import threefry2x32_p
 
 from jturnip.frontend import axes, costs, iterations
+from jturnip.frontend.loops import LOOPS
 from jturnip.frontend.rules import COMBINED, SAME, SCATTERS, Along, Rule
 from jturnip.frontend.stretches import Pass, Stretch
-from jturnip.frontend.values import Constant, Equation, FlatJaxpr, Type, bind
+from jturnip.frontend.values import Constant, Equation, FlatJaxpr, Type, bind, carry_out
 
 
 # -- one equation ----------------------------------------------------------------------
@@ -49,7 +50,7 @@ def _apply(
     """
     if e.name in _BY_POSITION:
         results = [_BY_POSITION[e.name](e, operands, shapes[0], along, low)]
-    elif e.name in ("scan", "while"):
+    elif e.name in LOOPS:
         results = iterations.on_part(e, operands, along, low, axes.rules_by(works), _apply)
     else:
         if e.name == "ragged_dot_general":
@@ -494,10 +495,7 @@ class _Blockwise:
     def run(self, values: dict[int, Any]) -> list[Any]:
         """What leaves the stretch, of what enters it."""
         for each in self._stretch.passes(self._flat):
-            for i in each.once:
-                e = self._flat.equations[i]
-                read = [v.value if isinstance(v, Constant) else values[v] for v in e.inputs]
-                values.update(zip(e.outputs, e.bind(read), strict=True))
+            carry_out([self._flat.equations[i] for i in each.once], values)
             if each.wanted:
                 values.update(self._loop(each, values))
         return [values[v] for v in self._stretch.leaving]

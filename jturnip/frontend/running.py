@@ -33,13 +33,11 @@ def rows_as_blocks(flat: FlatJaxpr, arena: int) -> FlatJaxpr:
         return flat
     builder = Builder.of(dataclasses.replace(flat, equations=()))
     for e, count in zip(flat.equations, counts, strict=True):
-        if not count:
+        if count:
+            closed = _of_blocks(e, flat.operand_types(e)[0], count)
+            builder.instead(e, e.inputs, closed)
+        else:
             builder.equations.append(e)
-            continue
-        closed = _of_blocks(e, flat.operand_types(e)[0], count)
-        builder.ours(closed, e.inputs, e.within)
-        last = dataclasses.replace(builder.equations[-1], outputs=e.outputs)
-        builder.equations[-1] = last
     return builder.finish(flat.inputs, flat.outputs, flat.slices)
 
 

@@ -20,8 +20,10 @@ from jturnip.frontend.results import live
 from jturnip.frontend.values import Atom, Constant, Equation, FlatJaxpr, Type
 
 
+_SHIFTS = frozenset(["concatenate", "pad"])
 # What takes less than this share of what there is stays as it is.
 _LARGE = 1 / 16
+# What has so many positions along a dimension has many.
 _LONG = 16
 # Of so many pieces something is put together at most.
 _PIECES = 4
@@ -30,21 +32,20 @@ _PIECES = 4
 def shifted(flat: FlatJaxpr, arena: int) -> FlatJaxpr:
     """The function with large shifts of arrays as gathers; itself where there are none."""
     written = {v: e for e in flat.equations for v in e.outputs}
-    builder = Builder.of(dataclasses.replace(flat, equations=()))
-    some = False
-    for e in flat.equations:
-        found = None
-        if not (e.effects or e.driven) and flat.types[e.outputs[0]].nbytes > arena * _LARGE:
-            found = _pieces(e, flat, written) or _border(e, flat)
-        if found is None:
-            builder.equations.append(e)
-            continue
-        some = True
-        builder.ours(found[1], found[0], e.within)
-        last = dataclasses.replace(builder.equations[-1], outputs=e.outputs)
-        builder.equations[-1] = last
-    if not some:
+    gathers = [
+        _pieces(e, flat, written) or _border(e, flat)
+        if e.name in _SHIFTS and flat.types[e.outputs[0]].nbytes > arena * _LARGE
+        else None
+        for e in flat.equations
+    ]
+    if not any(gathers):
         return flat
+    builder = Builder.of(dataclasses.replace(flat, equations=()))
+    for e, gather in zip(flat.equations, gathers, strict=True):
+        if gather is None:
+            builder.equations.append(e)
+        else:
+            builder.instead(e, *gather)
     return live(builder.finish(flat.inputs, flat.outputs, flat.slices))
 
 
@@ -67,10 +68,8 @@ def _pieces(
     if dim != _first_long(flat.types[e.outputs[0]]):
         return None
     pieces = [_piece(v, dim, flat, written) for v in e.inputs]
-    if any(p is None or p.source != pieces[0].source for p in pieces if pieces[0]):
-        return None
     found = [p for p in pieces if p is not None]
-    if len(found) != len(pieces):
+    if len(found) < len(pieces) or len({p.source for p in found}) > 1:
         return None
     source = found[0].source
 
@@ -107,12 +106,10 @@ def _piece(
 
 def _border(e: Equation, flat: FlatJaxpr) -> tuple[tuple[Atom, ...], Any] | None:
     """The array that a border of one number is put around, with that number, and how."""
-    config = e.origin.params["padding_config"] if e.name == "pad" else ()
-    if (
-        e.name != "pad"
-        or isinstance(e.inputs[0], Constant)
-        or any(low < 0 or high < 0 or inner for low, high, inner in config)
-    ):
+    if e.name != "pad" or isinstance(e.inputs[0], Constant):
+        return None
+    config = e.origin.params["padding_config"]
+    if any(low < 0 or high < 0 or inner for low, high, inner in config):
         return None
     t, of_border = flat.operand_types(e)
     dim = _first_long(t)

@@ -14,9 +14,18 @@ import jax
 from jax.extend.core import jaxpr_as_fun
 
 from jturnip.frontend.anew import Large, making
-from jturnip.frontend.loops import scan_counts, scanned
+from jturnip.frontend.loops import LOOPS, loop_counts, scan_counts, scanned
 from jturnip.frontend.results import live
-from jturnip.frontend.values import Atom, Constant, Equation, FlatJaxpr, Type, bind, read_by
+from jturnip.frontend.values import (
+    Atom,
+    Constant,
+    Equation,
+    FlatJaxpr,
+    Type,
+    bind,
+    carry_out,
+    read_by,
+)
 
 
 def sunk(flat: FlatJaxpr, large: Large) -> FlatJaxpr:
@@ -58,15 +67,9 @@ class _Making:
 
 def _only_read(e: Equation) -> list[int]:
     """What all iterations of a loop read, and none changes."""
-    if e.driven or e.effects or e.origin.effects:
+    if e.name not in LOOPS or e.driven or e.effects or e.origin.effects:
         return []
-    if e.name == "while":
-        params = e.origin.params
-        count = params["cond_nconsts"] + params["body_nconsts"]
-    elif e.name == "scan":
-        count = scan_counts(e.origin)[0]
-    else:
-        return []
+    count = loop_counts(e.origin)[0]
     rest = {v for v in e.inputs[count:] if isinstance(v, int)}
     return [v for v in e.inputs[:count] if isinstance(v, int) and v not in rest]
 
@@ -141,9 +144,7 @@ def _with_made(
     def function(*operands: Any) -> Any:
         values = dict(zip(needed, operands, strict=False))
         others = dict(zip(kept, operands[len(needed) :], strict=False))
-        for e in steps:
-            read = [v.value if isinstance(v, Constant) else values[v] for v in e.inputs]
-            values.update(zip(e.outputs, e.bind(read), strict=True))
+        carry_out(steps, values)
         mine = (
             values[v] if isinstance(v, int) and i not in others else others[i]
             for i, v in enumerate(consts)

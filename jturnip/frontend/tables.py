@@ -58,7 +58,7 @@ def loops_read_rows(
                 for v, inside in zip(read, body.inputs, strict=False)
                 if v in hosted and body.types[inside].nbytes > _SMALL
             }
-            if any(e.driven for e in rows_by_host(body, tables).equations):
+            if any(inner.driven for inner in rows_by_host(body, tables).equations):
                 return True
     return False
 

@@ -176,6 +176,13 @@ def bind(eqn: Any, operands: Sequence[Any], **params: Any) -> Sequence[Any]:
     return results if primitive.multiple_results else (results,)
 
 
+def carry_out(equations: Sequence[Equation], values: dict[int, Any]) -> None:
+    """Does some equations, in order, with values that are there; adds what they write."""
+    for e in equations:
+        read = [v.value if isinstance(v, Constant) else values[v] for v in e.inputs]
+        values.update(zip(e.outputs, e.bind(read), strict=True))
+
+
 def source_line(own: Sequence[Any], calls: Sequence[Any]) -> str:
     """The user's line of some equations inlined from some calls, or ""."""
     lines = map(compat.source_line, (*own, *reversed(calls)))

@@ -114,6 +114,8 @@ class Lowered:
 
     def _with_residuals_away(self, part: Part, arguments: Arguments) -> Wanted:
         """What is wanted, with the residuals for which no room is left in host memory."""
+        if not part.residuals:
+            return self._wanted
         arena = placement.arena_bytes(self.gpu_bytes, arguments.device.platform)
         room = (arena + part.beside_bytes) // _RESIDUALS - part.residual_bytes
         given = self._structs_of_arguments(arguments)
@@ -285,28 +287,32 @@ class Lowered:
 
     @functools.cached_property
     def refusal(self) -> DoesNotFit | None:
-        """The refusal of the budget, if it is refused. Compiles tasks, and runs none."""
-        return self._refused_in(self.gpu_bytes, self._of_prediction)
-
-    def _refused_in(self, gpu_bytes: int, kept: list[Any]) -> DoesNotFit | None:
-        """The refusal of another budget, if it is; keeps what is compiled for it."""
-        options = dataclasses.replace(self._options, gpu_bytes=gpu_bytes)
+        """The refusal of the budget, if it is refused. Compiles tasks, and runs none; who
+        is asked so has any plan, not the best."""
+        self._any_plan = True
         try:
-            other = self._with_options(options, self._in_any_budget)
-            other._any_plan = True
-            kept.append(other)
-            _ = other._whole is not None or other._program
+            _ = self._whole is not None or self._program
         except DoesNotFit as refusal:
             return refusal.with_traceback(None)
         except HostMemoryError as error:
             # Which budget leaves the host enough nobody knows; none does where not even
             # that of all values at once does.
             types = () if self._flat is None else self._flat.types
-            if gpu_bytes > 2 * sum(padded(t.nbytes) for t in types):
+            if self.gpu_bytes > 2 * sum(padded(t.nbytes) for t in types):
                 raise
-            more = 3 * gpu_bytes // 2 + 1
-            return DoesNotFit(str(error), needed_bytes=more, gpu_bytes=gpu_bytes)
+            more = 3 * self.gpu_bytes // 2 + 1
+            return DoesNotFit(str(error), needed_bytes=more, gpu_bytes=self.gpu_bytes)
         return None
+
+    def _refused_in(self, gpu_bytes: int, kept: list[Any]) -> DoesNotFit | None:
+        """The refusal of another budget, if it is; keeps what is compiled for it."""
+        options = dataclasses.replace(self._options, gpu_bytes=gpu_bytes)
+        try:
+            other = self._with_options(options, self._in_any_budget)
+        except DoesNotFit as refusal:
+            return refusal.with_traceback(None)
+        kept.append(other)
+        return other.refusal
 
     @functools.cached_property
     def _planned(self) -> Plan:

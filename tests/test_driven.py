@@ -21,6 +21,7 @@ from checks import (
 )
 from jax import lax
 from jax.experimental import io_callback
+from large_intermediates import centres_that_settle, sequences_that_are_aligned
 from watch import Watch
 
 import jturnip
@@ -733,20 +734,8 @@ def test_what_each_position_does_by_itself_is_done_for_some_at_a_time(fn, share)
 def test_rows_of_scans_in_scans_are_not_taken_apart():
     """As sequences are aligned: thousands of steps, each of which is next to nothing."""
 
-    def one(a: Any, b: Any) -> Any:
-        def row(before: Any, x: Any) -> Any:
-            def cell(left: Any, above: Any) -> Any:
-                best = jnp.maximum(jnp.maximum(left - 1, above[0] - 1), above[1])
-                return best, best
-
-            match = before + jnp.where(x == b, 2.0, -1.0)
-            _, new = lax.scan(cell, jnp.float32(0), (before, match))
-            return new, new.max()
-
-        return lax.scan(row, jnp.zeros(b.shape[0]), a)[1].max()
-
     a, b = np.random.default_rng(0).integers(0, 4, (2, 3000, 40), np.int32)
-    fn = jax.vmap(one)
+    fn = sequences_that_are_aligned
     gpu_bytes = jturnip.peak_bytes(fn, a, b) // 3
     f = jturnip.jit(fn, gpu_bytes)
     np.testing.assert_array_equal(f(*jturnip.host((a, b))), jax.jit(fn)(a, b))
@@ -789,20 +778,6 @@ def test_what_all_positions_decide_is_not_done_for_some(fn, share):
     assert f.last_run.peak_bytes <= gpu_bytes
 
 
-def centres(x: Any) -> Any:
-    """The distances to all centres in each iteration."""
-
-    def body(s: Any) -> Any:
-        c, _, n = s
-        nearest = ((x[:, None] - c) ** 2).sum(-1).argmin(1)
-        belongs = jax.nn.one_hot(nearest, len(c))
-        new = (belongs.T @ x) / jnp.maximum(belongs.sum(0), 1)[:, None]
-        return new, jnp.abs(new - c).max(), n + 1
-
-    goes_on = lambda s: (s[1] > 1e-4) & (s[2] < 9)
-    return lax.while_loop(goes_on, body, (x[:32], jnp.float32(1), 0))
-
-
 def fitted(x: Any) -> Any:
     """Gradient descent over all rows, a fixed number of times."""
 
@@ -814,7 +789,7 @@ def fitted(x: Any) -> Any:
 
 
 @pytest.mark.parametrize("share", [0.5, 0.25])
-@pytest.mark.parametrize("fn", [centres, fitted], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("fn", [centres_that_settle, fitted], ids=lambda f: f.__name__)
 def test_a_loop_is_one_task_with_a_body_in_blocks(fn, share):
     x = np.random.default_rng(0).normal(size=(4000, 8)).astype(np.float32)
     gpu_bytes = int(share * jturnip.peak_bytes(fn, x))

@@ -77,7 +77,11 @@ class Model:
     """What it takes to know what any run of a function's equations holds."""
 
     def __init__(
-        self, flat: FlatJaxpr, order: Sequence[int], reads: Sequence[Sequence[int]]
+        self,
+        flat: FlatJaxpr,
+        order: Sequence[int],
+        reads: Sequence[Sequence[int]],
+        staying: Collection[int] = (),
     ):
         """Of a function.
 
@@ -85,10 +89,12 @@ class Model:
           flat: the function.
           order: its equations, but those that readers repeat.
           reads: for every equation what it really reads, through what it repeats.
+          staying: values that are on the device anyway: no task holds them.
         """
         self.flat = flat
         self.order = order
         self.reads = reads
+        self.staying = frozenset(staying)
         self.nbytes = [t.nbytes for t in flat.types]
         self.flops = [costs.flops(e.origin) for e in flat.equations]
         self.inner = [inner_bytes(e.origin) for e in flat.equations]
@@ -103,16 +109,14 @@ class Model:
         self.last_use = {v: at for at, e in enumerate(order) for v in reads[e]}
         self.last_use.update(dict.fromkeys(flat.result_values, len(order)))
 
-    def least_bytes(self, staying: Collection[int] = ()) -> int:
-        """Bytes of what the largest heavy equation reads and writes: no cut needs less.
-
-        Values that are `staying` on the device anyway are not counted.
-        """
+    def least_bytes(self) -> int:
+        """Bytes of what the largest heavy equation reads and writes, beside what is on the
+        device anyway: no cut needs less."""
         most = 0
         for e, equation in enumerate(self.flat.equations):
             if equation.name in HEAVY:
                 written = (v for v in equation.outputs if v in self.last_use)
-                values = {*self.reads[e], *written}.difference(staying)
+                values = {*self.reads[e], *written}.difference(self.staying)
                 most = max(most, sum(self.nbytes[v] for v in values))
         return most
 
@@ -132,7 +136,7 @@ class Segment:
         self._end = begin
         self._inside: set[int] = set()
         self._entering: set[int] = set()
-        self._crossing_in = self._crossing_out = 0
+        self._crossing_in = self._crossing_out = self._staying = 0
         self._ending: dict[int, list[tuple[int, int]]] = {}
         self._alive = np.zeros(16, np.int64)
         self._most = self._inner = 0
@@ -151,9 +155,10 @@ class Segment:
 
     @property
     def shared(self) -> int:
-        """The same without what a single loop or branch in it holds by itself, which is in
-        one task however equations are drawn together."""
-        return self.held - self._inner
+        """The same without what does not depend on how equations are drawn together: what
+        is on the device anyway, and what a single loop or branch holds by itself, which is
+        in one task."""
+        return self.held - self._inner - self._staying
 
     def grow(self, end: int) -> None:
         """Takes in the positions up to `end`."""
@@ -168,6 +173,8 @@ class Segment:
                 if v not in self._inside and v not in self._entering:
                     self._entering.add(v)
                     self._crossing_in += nbytes[v]
+                    if v in model.staying:
+                        self._staying += nbytes[v]
             for v in model.flat.equations[e].outputs:
                 self._inside.add(v)
                 last = last_use.get(v, -1)

@@ -56,7 +56,14 @@ class Group:
 class Partitioner:
     """Cuts one function; remembers what every cut of it needs to know."""
 
-    def __init__(self, flat: FlatJaxpr, rates: DeviceRates):
+    def __init__(self, flat: FlatJaxpr, rates: DeviceRates, staying: Collection[int] = ()):
+        """Of a function.
+
+        Args:
+          flat: the function.
+          rates: of the device, as far as they are known.
+          staying: values that are on the device anyway: no task holds them.
+        """
         self._flat = flat
         self._rates = rates
         self._nbytes = [t.nbytes for t in flat.types]
@@ -83,7 +90,7 @@ class Partitioner:
             if e not in self._repeated:
                 self._order.append(e)
         self._position = {e: at for at, e in enumerate(self._order)}
-        self._model = Model(flat, self._order, self._reads)
+        self._model = Model(flat, self._order, self._reads, staying)
         self._last_use = self._model.last_use
 
     # -- equations that readers repeat -------------------------------------------------
@@ -164,9 +171,9 @@ class Partitioner:
         pieces = itertools.chain.from_iterable(self._split(s, largest) for s in segments)
         return self._groups(list(pieces))
 
-    def least_bytes(self, staying: Collection[int] = ()) -> int:
+    def least_bytes(self) -> int:
         """What no cut needs less than, by estimate (`memory_model.Model.least_bytes`)."""
-        return self._model.least_bytes(staying)
+        return self._model.least_bytes()
 
     def refine(self, groups: Sequence[Group], too_large: frozenset[int]) -> list[Group]:
         """Cuts the groups at these indices, where they can be cut: in two, or around what

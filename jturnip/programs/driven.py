@@ -11,6 +11,7 @@ from jturnip.frontend.values import Equation
 from jturnip.placement import Arguments, Budget
 from jturnip.programs import places
 from jturnip.programs.chains import CARRIED, Held, arguments_of, bytes_on_device, together
+from jturnip.programs.keeping import keeping
 from jturnip.programs.records import (
     Chain,
     Choice,
@@ -108,6 +109,7 @@ def _loop(
         if not moved and of_state(body) <= unread:
             break
         unread = 0 if moved else of_state(body)
+    body = keeping(body, budget.beside(unread), often)
     asked = arguments_of(arguments, [*constants[:of_condition], *(h.kept() for h in state)])
     beside = bytes_on_device(constants[of_condition:])
     left = budget.beside(beside)
@@ -126,9 +128,8 @@ def _loop(
         begin.plan.peak_bytes + beside + staying + lacking(begin),
         body.plan.peak_bytes + staying + unread + lacking(body),
     )
-    plan = dataclasses.replace(plan, peak_bytes=peak)
-    if isinstance(body, Straight):
-        plan = dataclasses.replace(plan, h2d_bytes=plan.h2d_bytes + body.resident_bytes)
+    moved_once = body.plan.kept_bytes
+    plan = dataclasses.replace(plan, peak_bytes=peak, h2d_bytes=plan.h2d_bytes + moved_once)
     used = tuple(on_host), used_up, (unasked, unread), _unread(body, len(carried))
     return Loop(plan, of_condition, of_body, begin, body, *used)
 

@@ -1,30 +1,39 @@
-"""Programs for calls one after the other with the same arrays in host memory.
+"""Programs that run again and again with the same arrays in host memory: a function that is
+called many times, the body of a loop.
 
-As many of these as there is room for stay on the device between calls, where that is
+As many of these as there is room for stay on the device between the runs, where that is
 predicted to pay.
 """
 
 import contextlib
 import dataclasses
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jturnip import placement
 from jturnip.errors import DoesNotFit, HostMemoryError
-from jturnip.frontend.values import Window
+from jturnip.graph.taskgraph import BufferId
 from jturnip.placement import Budget, Whose
 from jturnip.planner import figures
-from jturnip.planner.planner import smallest_budget
+from jturnip.planner.planner import resident_bytes, smallest_budget
 from jturnip.programs.chains import together
 from jturnip.programs.places import argument_bytes
 from jturnip.programs.planning import planned
-from jturnip.programs.records import Chain, How, Program, Split, Straight
-from jturnip.programs.splitting import same_each_time, with_resident
+from jturnip.programs.records import (
+    Chain,
+    How,
+    KeptParts,
+    Loop,
+    Program,
+    Stage,
+    Straight,
+    kept_by_stage,
+)
+from jturnip.programs.splitting import same_each_time, spread, with_resident
 from jturnip.units import padded
 
 
-# What is not kept between calls goes through at least this share of the budget, or less if
+# What is not kept between runs goes through at least this share of the budget, or less if
 # that is predicted to be better; of plans that take so much longer at most, the one that
 # moves least.
 _STREAMED = 4
@@ -35,63 +44,83 @@ _SOME_TASKS = 1000
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Tasks of a program, with arrays that stay between calls."""
+    """Tasks of a program, with arrays that may stay between runs."""
 
-    # As it is planned for one call.
+    # As it is planned for one run.
     before: Straight
-    # With what stays.
-    split: Split
     # Device bytes that others take while it runs.
     beside: int
-    # Positions of arguments that are not the same each time.
-    not_these: frozenset[int]
+    # Buffers that may stay, in the order in which they are first read.
+    choice: tuple[BufferId, ...]
 
     @property
-    def kept(self) -> dict[tuple[int, Window | None], int]:
-        """Bytes of what stays, by the value and the part of it."""
-        sizes = self.split.graph.buffers
-        return {p: sizes[b].nbytes for b, p in self.split.resident_parts.items()}
+    def choice_bytes(self) -> int:
+        """Device bytes of all that may stay."""
+        buffers = self.before.split.graph.buffers
+        return sum(padded(buffers[b].nbytes) for b in self.choice)
+
+    def keeping(self, chosen: Collection[BufferId]) -> Straight:
+        """The same, not yet planned again, with some of its choice on the device."""
+        split = with_resident(self.before.split, chosen)
+        return dataclasses.replace(self.before, split=split)
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """What stays between runs, by the number of the stage."""
+
+    # Tasks that are to be planned again, with what stays for them.
+    tasks: Mapping[int, Straight]
+    # What loops keep anyway while they run.
+    loops: Mapping[int, KeptParts]
 
     @property
-    def kept_on_device(self) -> int:
-        """The bytes it takes there."""
-        return sum(map(padded, self.kept.values()))
+    def by_stage(self) -> dict[int, KeptParts]:
+        """What stays for each of them."""
+        return {**{at: made.kept_parts for at, made in self.tasks.items()}, **self.loops}
+
+    @property
+    def all(self) -> KeptParts:
+        """All that stays; stages share copies."""
+        return {part: n for kept in self.by_stage.values() for part, n in kept.items()}
+
+    def beside(self, at: int) -> int:
+        """Device bytes of what stays for other stages than this one."""
+        return _device_bytes(self.all) - _device_bytes(self.by_stage.get(at, {}))
 
 
 def keeping(
     program: Program,
-    gpu_bytes: int,
+    budget: Budget,
     how: How,
-    on_device: Collection[int],
+    on_device: Collection[int] = (),
     not_these: Collection[int] = (),
 ) -> Program:
-    """The same for calls one after the other with the same arrays in host memory: some of
-    these stay on the device between calls, where that is predicted to pay.
+    """The same for runs one after the other with the same arrays in host memory: some of
+    these stay on the device between runs, where that is predicted to pay.
 
     Args:
-      program: planned for one call.
-      gpu_bytes: the budget.
+      program: planned for one run.
+      budget: what there is, and what others take of it.
       how: the user's choices.
       on_device: positions of results that are wanted there, wherever the program has them.
       not_these: positions of arguments that are not the same each time.
     """
-    if not isinstance(program, Straight | Chain):
+    if not isinstance(program, Straight | Chain) or how.any_plan:
         return program
     parts = _parts(program, frozenset(not_these))
-    arena = placement.arena_bytes(gpu_bytes, program.given.device.platform)
+    arena = budget.arena(program.given.device)
+    room = arena - bytes_at_end(program, on_device)
     found: list[Program] = [program]
-    most = arena - max(_fixed_bytes(program), bytes_at_end(program, on_device))
-    for ways in _ways(parts, most, arena):
+    for way in _ways(program, parts, room, arena, not_these):
         with contextlib.suppress(DoesNotFit, HostMemoryError):
-            made = {at: _planned(ways, at, gpu_bytes, how) for at in ways}
-            if any(
-                made[at].ends_on_host != p.before.ends_on_host for at, p in ways.items()
-            ):
+            made = {at: _planned(parts[at], way, at, budget, how) for at in way.tasks}
+            if any(made[at].ends_on_host != parts[at].before.ends_on_host for at in made):
                 continue  # results that stayed on the device would be in host memory
             again = (
-                _chain_of(program, made, ways)
+                _chain_of(program, made, way)
                 if isinstance(program, Chain)
-                else _with_figures(made[0], kept_bytes=sum(_all_kept(ways)))
+                else _with_figures(made[0], kept_bytes=sum(way.all.values()))
             )
             if again.plan.peak_bytes <= max(arena, program.plan.peak_bytes):
                 found.append(again)
@@ -101,25 +130,24 @@ def keeping(
 
 
 def _parts(program: Straight | Chain, not_these: frozenset[int]) -> dict[int, _Part]:
-    """The parts that can be planned beside what stays, by their stage."""
+    """The tasks that can be planned beside what stays, by their stage."""
     if isinstance(program, Straight):
-        return {0: _Part(program, program.split, 0, not_these)}
-    held = enumerate(zip(program.flat.inputs, program.arguments.whose, strict=True))
-    same = {v for i, (v, w) in held if w is Whose.CALLER_HOST and i not in not_these}
-    others = lambda reads: frozenset(i for i, v in enumerate(reads) if v not in same)
-    return {
-        at: _Part(made, made.split, stage.waiting, others(stage.reads))
-        for at, stage in enumerate(program.stages)
-        if isinstance(made := stage.program, Straight)
-    }
+        return {0: _Part(program, 0, tuple(same_each_time(program.split, not_these)))}
+    same = _same_values(program, not_these)
+    parts: dict[int, _Part] = {}
+    for at, stage in enumerate(program.stages):
+        if isinstance(made := stage.program, Straight):
+            others = [i for i, v in enumerate(stage.reads) if v not in same]
+            choice = tuple(same_each_time(made.split, others))
+            parts[at] = _Part(made, stage.waiting, choice)
+    return parts
 
 
-def _fixed_bytes(program: Straight | Chain) -> int:
-    """What stages may take that are left as they are planned."""
-    if isinstance(program, Straight):
-        return 0
-    left = [s for s in program.stages if not isinstance(s.program, Straight)]
-    return max((figures.most_bytes(s.program.plan) + s.waiting for s in left), default=0)
+def _same_values(chain: Chain, not_these: Collection[int]) -> frozenset[int]:
+    """The arguments of a chain that may be the same in each run."""
+    held = enumerate(zip(chain.flat.inputs, chain.arguments.whose, strict=True))
+    same = (v for i, (v, w) in held if w is Whose.CALLER_HOST and i not in not_these)
+    return frozenset(same)
 
 
 def bytes_at_end(program: Program, on_device: Collection[int]) -> int:
@@ -143,53 +171,107 @@ def bytes_at_end(program: Program, on_device: Collection[int]) -> int:
     )
 
 
-def _ways(parts: dict[int, _Part], most: int, arena: int) -> Iterator[dict[int, _Part]]:
-    """The same parts with arrays that stay: more first, and no more than `most` bytes."""
-    sizes = {
-        at: sum(
-            padded(p.split.graph.buffers[b].nbytes)
-            for b in same_each_time(p.split, p.not_these)
-        )
-        for at, p in parts.items()
+def _ways(
+    program: Straight | Chain,
+    parts: Mapping[int, _Part],
+    room: int,
+    arena: int,
+    not_these: Collection[int],
+) -> Iterator[_Way]:
+    """What may stay: what loops keep while they run, for all stages that read it; or else
+    some of what the tasks read, more of it first.
+
+    Args:
+      program: of one run.
+      parts: its tasks.
+      room: device bytes for what stays.
+      arena: device bytes for all.
+      not_these: positions of arguments that are not the same each time.
+    """
+    if isinstance(program, Straight):
+        yield from _spread(parts, room, arena)
+        return
+    loops = _kept_by_loops(program, not_these)
+    if loops:
+        way = _Way(_sharing(parts, loops), loops)
+        lasting = [(at, s) for at, s in enumerate(program.stages) if at not in parts]
+        fits = all(_most_bytes(s) + way.beside(at) <= arena for at, s in lasting)
+        if fits and _device_bytes(way.all) <= room:
+            yield way
+    lasting = [s for at, s in enumerate(program.stages) if at not in parts]
+    most = max(map(_most_bytes, lasting), default=0)
+    yield from _spread(parts, min(room, arena - most), arena)
+
+
+def _most_bytes(stage: Stage) -> int:
+    """What there may be on the device in any order of the ops of a stage."""
+    return figures.most_bytes(stage.program.plan) + stage.waiting
+
+
+def _kept_by_loops(chain: Chain, not_these: Collection[int]) -> dict[int, KeptParts]:
+    """What loops keep while they run, if it may be the same in each run of the chain."""
+    same = _same_values(chain, not_these)
+    loops = {
+        at: kept_by_stage(stage)
+        for at, stage in enumerate(chain.stages)
+        if isinstance(stage.program, Loop)
     }
-    total = sum(sizes.values())
+    return {
+        at: kept for at, kept in loops.items() if kept and all(v in same for v, _ in kept)
+    }
+
+
+def _sharing(
+    parts: Mapping[int, _Part], loops: Mapping[int, KeptParts]
+) -> dict[int, Straight]:
+    """Tasks that find on the device what loops keep there."""
+    kept = {part for of_loop in loops.values() for part in of_loop}
+    return {
+        at: part.keeping([b for b in part.choice if part.before.split.starts[b] in kept])
+        for at, part in parts.items()
+    }
+
+
+def _spread(parts: Mapping[int, _Part], most: int, arena: int) -> Iterator[_Way]:
+    """Tasks that find some of what they read on the device, no more than `most` bytes."""
+    total = sum(part.choice_bytes for part in parts.values())
     if not total:
         return
-    needed = {at: smallest_budget(p.split.graph) for at, p in parts.items()}
-    tried: list[Sequence[Sequence[int]]] = []
+    graphs = {at: part.before.split.graph for at, part in parts.items()}
+    # What is on the device anyway, and what the largest task has beside that.
+    there = {at: resident_bytes(graph) for at, graph in graphs.items()}
+    largest = {at: smallest_budget(graph) - there[at] for at, graph in graphs.items()}
+    tried: list[KeptParts] = []
     for reserve in (
-        lambda needed: needed * 5 // 4,
-        lambda needed: needed * 2,
-        lambda needed: max(needed * 2, arena // _STREAMED),
+        lambda largest: largest * 5 // 4,
+        lambda largest: largest * 2,
+        lambda largest: max(largest * 2, arena // _STREAMED),
     ):
-        left = (arena - p.beside - reserve(needed[at]) for at, p in parts.items())
+        left = (
+            arena - part.beside - there[at] - reserve(largest[at])
+            for at, part in parts.items()
+        )
         room = min([most, *left])
         if room <= 0:
             continue
-        ways = {
-            at: dataclasses.replace(
-                p,
-                split=with_resident(p.split, room * sizes[at] // total, p.not_these),
-            )
+        chosen = {
+            at: spread(p.before.split, room * p.choice_bytes // total, p.choice)
             for at, p in parts.items()
         }
-        kept = [p.split.resident for p in ways.values()]
-        if any(kept) and kept not in tried:
-            tried.append(kept)
-            yield ways
-        if sum(len(p.split.graph.tasks) for p in parts.values()) > _SOME_TASKS:
+        way = _Way({at: parts[at].keeping(these) for at, these in chosen.items()}, {})
+        if way.all and way.all not in tried:
+            tried.append(way.all)
+            yield way
+        if sum(len(graph.tasks) for graph in graphs.values()) > _SOME_TASKS:
             break
 
 
-def _planned(ways: dict[int, _Part], at: int, gpu_bytes: int, how: How) -> Straight:
+def _planned(part: _Part, way: _Way, at: int, budget: Budget, how: How) -> Straight:
     """A part under its plan, in what it and the others leave it."""
-    part = ways[at]
-    others = sum(map(padded, _all_kept(ways))) - part.kept_on_device
-    budget = Budget(gpu_bytes).beside(part.beside + others)
-    how = dataclasses.replace(how, strategy=part.before.plan.strategy)
     # The times and the order of its tasks are what they were.
     before = part.before.plan
-    made = planned(part.split, budget, how)
+    how = dataclasses.replace(how, strategy=before.strategy)
+    made = planned(way.tasks[at].split, budget.beside(part.beside + way.beside(at)), how)
     return _with_figures(
         made,
         measured=before.measured,
@@ -198,34 +280,39 @@ def _planned(ways: dict[int, _Part], at: int, gpu_bytes: int, how: How) -> Strai
     )
 
 
-def _all_kept(ways: dict[int, _Part]) -> list[int]:
-    """Bytes of each array that stays for any of the parts; they share copies."""
-    kept = {key: nbytes for part in ways.values() for key, nbytes in part.kept.items()}
-    return list(kept.values())
+def _device_bytes(kept: KeptParts) -> int:
+    return sum(map(padded, kept.values()))
 
 
 def _with_figures(made: Straight, **fields: Any) -> Straight:
     return dataclasses.replace(made, plan=dataclasses.replace(made.plan, **fields))
 
 
-def _chain_of(chain: Chain, made: dict[int, Straight], ways: dict[int, _Part]) -> Chain:
+def _chain_of(chain: Chain, made: Mapping[int, Straight], way: _Way) -> Chain:
     """The chain with other programs in some of its stages."""
-    kept = _all_kept(ways)
-    kept_on_device = sum(map(padded, kept))
-    stages = tuple(
-        dataclasses.replace(stage, program=made.get(at, stage.program))
-        for at, stage in enumerate(chain.stages)
-    )
-    own = [ways[at].kept_on_device if at in ways else 0 for at in range(len(stages))]
+    stages = list(chain.stages)
+    for at, program in made.items():
+        stages[at] = dataclasses.replace(stages[at], program=program)
+    for at, kept in way.loops.items():
+        loop = stages[at].program
+        assert isinstance(loop, Loop)
+        stages[at] = dataclasses.replace(stages[at], program=_staying(loop, kept))
     names = [plan.name for plan in chain.plan.pieces]
     plans = [stage.program.plan for stage in stages]
     plan = dataclasses.replace(
         together(list(zip(names, plans, strict=True)), chain.plan.gpu_bytes),
         peak_bytes=max(
-            stage.program.plan.peak_bytes + stage.waiting + kept_on_device - mine
-            for stage, mine in zip(stages, own, strict=True)
+            stage.program.plan.peak_bytes + stage.waiting + way.beside(at)
+            for at, stage in enumerate(stages)
         ),
-        kept_bytes=sum(kept),
+        kept_bytes=sum(way.all.values()),
         measured=chain.plan.measured,
     )
-    return dataclasses.replace(chain, plan=plan, stages=stages)
+    return dataclasses.replace(chain, plan=plan, stages=tuple(stages))
+
+
+def _staying(loop: Loop, kept: KeptParts) -> Loop:
+    """A loop that finds on the device what it keeps there, and leaves it."""
+    moved = loop.plan.h2d_bytes - sum(kept.values())
+    plan = dataclasses.replace(loop.plan, h2d_bytes=moved)
+    return dataclasses.replace(loop, plan=plan, stays=True)

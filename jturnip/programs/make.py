@@ -225,7 +225,7 @@ def _of_flat(
     to_host: frozenset[int],
 ) -> "Straight | Chain":
     if any(e.driven for e in flat.equations):
-        inner = dataclasses.replace(how, repeated=False, attempts=(attempt,))
+        inner = dataclasses.replace(how, attempts=(attempt,))
         make_piece = functools.partial(_piece, arguments)
         return chain(flat, arguments, budget, inner, to_host, make_piece)
     if how.axes:
@@ -316,15 +316,13 @@ def _peak_without_residents(made: "Straight | Chain") -> int:
     if isinstance(made, Straight):
         return made.plan.peak_bytes
     return max(
-        s.program.plan.peak_bytes + s.waiting - _resident_bytes(s.program)
+        s.program.plan.peak_bytes + s.waiting - _bytes_kept_in_a_loop(s.program)
         for s in made.stages
     )
 
 
-def _resident_bytes(program: Program) -> int:
-    if isinstance(program, Loop) and isinstance(program.body, Straight):
-        return program.body.resident_bytes
-    return 0
+def _bytes_kept_in_a_loop(program: Program) -> int:
+    return program.body.plan.kept_bytes if isinstance(program, Loop) else 0
 
 
 def remeasured(program: Program, gpu_bytes: int, how: How) -> Program | None:

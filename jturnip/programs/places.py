@@ -70,6 +70,15 @@ def constants_on_device(flat: FlatJaxpr) -> dict[int, int]:
     }
 
 
+def values_that_stay(flat: FlatJaxpr, arguments: Arguments) -> frozenset[int]:
+    """Arguments and closed-over arrays that are on the device during the whole call, and
+    that something reads."""
+    given, ignored = zip(flat.inputs, arguments.whose, strict=True), unread(flat)
+    kept = {v for v, w in given if w is Whose.CALLER_DEVICE and v not in ignored}
+    closed_over = {v for v, a in flat.constants if not constant_whose(a).on_host}
+    return frozenset(kept | closed_over)
+
+
 def bytes_at_start(flat: FlatJaxpr, arguments: Arguments) -> int:
     """Device bytes of arguments and closed-over arrays when a call begins."""
     there = [w for w in Whose if not w.on_host]

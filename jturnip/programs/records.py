@@ -28,6 +28,12 @@ from jturnip.runtime.link import SimulatedLink
 from jturnip.runtime.schedule import Link, Schedule
 
 
+# A value, and which part of it; None for all.
+Part: TypeAlias = tuple[int, Window | None]
+# What is on the device for many runs of a program: bytes by the part.
+KeptParts: TypeAlias = Mapping[Part, int]
+
+
 @dataclass(frozen=True, slots=True)
 class Split:
     """A function as tasks with their executables, not yet planned."""
@@ -54,14 +60,13 @@ class Split:
     program_order: tuple[int, ...] = ()
 
     @property
-    def resident_parts(self) -> dict[BufferId, tuple[int, Window | None]]:
-        """What each of those is: a value, and which part of it, None for all."""
+    def starts(self) -> dict[BufferId, "Part"]:
+        """What each buffer is that is there before the first task."""
         flat = self.flat
         whole = (*(v for v, _ in flat.constants), *flat.inputs)
         of_buffer = {self.buffers[v]: (v, None) for v in whole}
         parts = {self.buffers[s.value]: (s.source, s.window) for s in flat.slices}
-        every = {**of_buffer, **parts}
-        return {b: every[b] for b in self.resident}
+        return {**of_buffer, **parts}
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,10 +138,10 @@ class Straight:
         )
 
     @property
-    def resident_bytes(self) -> int:
-        """Bytes that are put on the device before many runs."""
-        buffers = self.split.graph.buffers
-        return sum(buffers[b].nbytes for b in self.split.resident)
+    def kept_parts(self) -> KeptParts:
+        """What is put on the device before many runs."""
+        starts, buffers = self.split.starts, self.split.graph.buffers
+        return {starts[b]: buffers[b].nbytes for b in self.split.resident}
 
     @property
     def to_host(self) -> frozenset[int]:
@@ -180,6 +185,8 @@ class Loop:
     # which carried values the body neither reads nor hands on.
     unread: tuple[int, int]
     replaced: frozenset[int]
+    # Whether what the body keeps on the device stays there after the loop.
+    stays: bool = False
 
     @property
     def ends_on_host(self) -> tuple[bool, ...]:
@@ -266,6 +273,12 @@ class Chain:
         return self.arguments
 
     @property
+    def kept_parts(self) -> KeptParts:
+        """What is put on the device before many runs."""
+        staying = (kept_by_stage(s) for s in self.stages if not _lets_go(s.program))
+        return {part: nbytes for kept in staying for part, nbytes in kept.items()}
+
+    @property
     def constants(self) -> Constants:
         own = places.constants_on_device(self.flat)
         return {**own, **all_constants([s.program for s in self.stages])}
@@ -277,6 +290,24 @@ class Chain:
 
 
 Program: TypeAlias = Straight | Loop | Choice | Rows | Chain
+
+
+def kept_by_stage(stage: Stage) -> KeptParts:
+    """What tasks, or the body of a loop, find on the device; values are the chain's."""
+    program = stage.program
+    if isinstance(program, Straight):
+        return program.kept_parts
+    if not isinstance(program, Loop) or not isinstance(program.body, Straight | Chain):
+        return {}
+    body = program.body
+    value = dict(zip(body.flat.inputs, stage.reads, strict=True))
+    # What a body closes over is not the chain's.
+    return {(value.get(v, -1), w): n for (v, w), n in body.kept_parts.items()}
+
+
+def _lets_go(program: Program) -> bool:
+    """Whether a loop keeps something only while it runs."""
+    return isinstance(program, Loop) and not program.stays
 
 
 def straight_parts(program: Program) -> list[Straight]:

@@ -23,12 +23,12 @@ from jturnip.planner.planner import (
 from jturnip.programs.devices import rates
 from jturnip.programs.graphs import build
 from jturnip.programs.places import (
-    argument_bytes,
     at_home,
     bytes_at_start,
     kept,
     leaving,
     reuses,
+    values_that_stay,
 )
 from jturnip.programs.records import Split
 from jturnip.units import padded
@@ -58,8 +58,8 @@ def split(
       budget: what there is, and what others take of it.
       to_host: positions of results that must end in host memory.
       finest: whether every equation is a task of its own.
-      repeated: whether it runs many times with the same arrays in host memory: then those
-        that there is room for are taken to be on the device.
+      repeated: whether it runs many times with the same arrays in host memory: then no
+        task writes over the device's copies of these, which may stay for the next run.
       returned: which results are to lie in one memory; those for which there is no room on
         the device go to host memory.
       used: grows by the executables, so that they live until they can be used again.
@@ -72,9 +72,11 @@ def split(
     arguments = kept(arguments, flat)
     device = arguments.device
     arena = budget.arena(device)
-    partitioner = Partitioner(flat, rates(device, accelerator))
+    there = values_that_stay(flat, arguments)
+    partitioner = Partitioner(flat, rates(device, accelerator), there)
     _refuse_early(flat, partitioner, arguments, budget, used)
-    groups = partitioner.partition(0 if finest else arena // _SHARE)
+    left = max(0, arena - sum(padded(flat.types[v].nbytes) for v in there))
+    groups = partitioner.partition(0 if finest else left // _SHARE)
     staying = _not_to_be_lost(flat, arguments, repeated)
     compiled = None
     while True:
@@ -95,7 +97,7 @@ def split(
     to_host = frozenset(to_host).union(away, at_home(flat, arguments))
     if away:
         graph, buffers = build(flat, groups, arguments, compiled, to_host, accelerator)
-    split = Split(
+    return Split(
         flat=flat,
         groups=tuple(groups),
         graph=graph,
@@ -107,27 +109,38 @@ def split(
         reuses=reuses(flat, arguments),
         to_host=to_host,
     )
-    if not repeated:
-        return split
-    return with_resident(split, arena - max(2 * smallest_budget(graph), arena // _SHARE))
 
 
-def with_resident(split: Split, room: int, not_these: Collection[int] = ()) -> Split:
+def with_resident(split: Split, chosen: Collection[BufferId]) -> Split:
     """The same with arrays in host memory that are on the device while it runs again and
     again, since they are the same each time.
 
-    As many bytes as there is room for, spread evenly over the order in which they are first
-    read, so that the link has always something to do; the first is among them, so that
-    nothing waits when a run begins. None that is given up, made for one call, or written
-    over.
-
     Args:
       split: without such arrays.
-      room: bytes for them.
-      not_these: positions of arguments that are not the same each time.
+      chosen: of `same_each_time`.
     """
-    graph, sizes = split.graph, [padded(b.nbytes) for b in split.graph.buffers]
-    choice = same_each_time(split, not_these)
+    there = frozenset(chosen)
+    buffers = tuple(
+        dataclasses.replace(b, start=Place.DEVICE, pinned=True) if b.id in there else b
+        for b in split.graph.buffers
+    )
+    graph = dataclasses.replace(split.graph, buffers=buffers)
+    return dataclasses.replace(split, graph=graph, resident=tuple(chosen))
+
+
+def spread(split: Split, room: int, choice: Collection[BufferId]) -> tuple[BufferId, ...]:
+    """Some of the buffers that may be on the device while it runs again and again.
+
+    As many bytes as there is room for, spread evenly over the order in which they are first
+    read, so that the link has always something to do; the first is among them, so that
+    nothing waits when a run begins.
+
+    Args:
+      split: what runs.
+      room: bytes for them.
+      choice: of `same_each_time`, in its order.
+    """
+    sizes = [padded(b.nbytes) for b in split.graph.buffers]
     total = sum(sizes[b] for b in choice)
     share = min(1.0, room / total) if total else 0.0
     chosen: list[BufferId] = []
@@ -137,13 +150,7 @@ def with_resident(split: Split, room: int, not_these: Collection[int] = ()) -> S
         if taken + sizes[b] <= room and taken < due:
             chosen.append(b)
             taken += sizes[b]
-    there = frozenset(chosen)
-    buffers = tuple(
-        dataclasses.replace(b, start=Place.DEVICE, pinned=True) if b.id in there else b
-        for b in graph.buffers
-    )
-    graph = dataclasses.replace(graph, buffers=buffers)
-    return dataclasses.replace(split, graph=graph, resident=tuple(chosen))
+    return tuple(chosen)
 
 
 def same_each_time(split: Split, not_these: Collection[int]) -> list[BufferId]:
@@ -153,6 +160,9 @@ def same_each_time(split: Split, not_these: Collection[int]) -> list[BufferId]:
     Args:
       split: what runs.
       not_these: positions of arguments that are not.
+
+    Returns:
+      None that is given up, made for one call, or written over.
     """
     flat, graph = split.flat, split.graph
     held = enumerate(zip(flat.inputs, split.arguments.whose, strict=True))
@@ -169,8 +179,8 @@ def _not_to_be_lost(
     flat: FlatJaxpr, arguments: Arguments, repeated: bool
 ) -> frozenset[int]:
     """Values that no task may write over: they are the caller's, or for the next run."""
-    given = zip(flat.inputs, arguments.whose, strict=True)
-    staying = {v for v, w in given if w is Whose.CALLER_DEVICE or (repeated and w.on_host)}
+    given, same = zip(flat.inputs, arguments.whose, strict=True), Whose.CALLER_HOST
+    staying = {v for v, w in given if w is Whose.CALLER_DEVICE or (repeated and w is same)}
     staying.update(v for v, _ in flat.constants)
     if repeated:
         staying.update(s.value for s in flat.slices)
@@ -225,13 +235,8 @@ def _refuse_early(
 ) -> None:
     """Refuses a hopeless budget after compiling the largest equations only."""
     arena = budget.arena(arguments.device)
-    staying = {
-        v
-        for v, w in zip(flat.inputs, arguments.whose, strict=True)
-        if w is Whose.CALLER_DEVICE
-    }
-    kept = argument_bytes(flat, arguments, (Whose.CALLER_DEVICE,))
-    least = partitioner.least_bytes(staying) + kept
+    there = values_that_stay(flat, arguments)
+    least = partitioner.least_bytes() + sum(padded(flat.types[v].nbytes) for v in there)
     if max(least, bytes_at_start(flat, arguments)) <= arena:
         return
     finest = _finest(flat, partitioner, arguments)

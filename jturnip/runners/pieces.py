@@ -77,13 +77,40 @@ class LoopRunner:
         self._beside_body = both - sum(loop.body.constants.values())
         self._beside_condition += loop.unread[0]
         self._beside_body += loop.unread[1]
+        body = self._body
+        # Arguments of which there are copies on the device for many runs, by position.
+        self.resident_arguments = (
+            body.resident_arguments
+            if loop.stays and isinstance(body, Outermost)
+            else frozenset[int]()
+        )
 
     def leave(self) -> None:
         self._condition.leave()
         self._body.leave()
 
-    def run(self, leaves: Sequence[Any], keep: frozenset[int] = frozenset()) -> list[Any]:
-        loop = self._loop
+    @property
+    def holds(self) -> bool:
+        """Whether what the body keeps stays between runs: then `hold` comes first."""
+        return self._loop.stays
+
+    def sources(self, leaves: Sequence[Any]) -> list[Source]:
+        """As of `SplitRunner`; of a loop that `holds`."""
+        assert isinstance(self._body, Outermost)
+        return self._body.sources(leaves)
+
+    def hold(self, leaves: Sequence[Any], kept: Kept) -> "Held | HeldByStages":
+        """As of `SplitRunner`; of a loop that `holds`."""
+        assert isinstance(self._body, Outermost)
+        return self._body.hold(leaves, kept)
+
+    def run(
+        self,
+        leaves: Sequence[Any],
+        keep: frozenset[int] = frozenset(),
+        held: "Held | HeldByStages | None" = None,
+    ) -> list[Any]:
+        loop, there = self._loop, device_bytes(held.arrays) if held is not None else 0
         constants = list(leaves[: loop.of_condition + loop.of_body])
         carried = list(leaves[len(constants) :])
         kept = {i for i in range(len(carried)) if i + len(constants) in keep}
@@ -93,18 +120,19 @@ class LoopRunner:
         staying = device_bytes([a for a in theirs if all(a is not c for c in carried)])
         asked = [*constants[: loop.of_condition], *carried]
         (goes_on,) = self._condition.run(asked)
-        beside = staying + self._beside_condition
+        beside = staying + self._beside_condition + there
         beside += device_bytes(constants[loop.of_condition :])
         gathered = Gathered()
-        gathered.at_rest(peak)
+        gathered.at_rest(peak + there)
         gathered.add(_ran(self._condition), 0, beside)
         del asked
-        run_body, resident = self._body.run, 0
+        run_body, moved = self._body.run, 0
         first_of_body = self._condition.plan.op_count
-        if isinstance(self._body, SplitRunner) and bool(np.asarray(goes_on)):
-            held = self._body.hold([*constants, *carried], Kept())
+        if isinstance(self._body, Outermost) and bool(np.asarray(goes_on)):
+            if held is None:
+                held = self._body.hold([*constants, *carried], Kept())
+                moved = held.moved_bytes
             run_body = functools.partial(self._body.run, held=held)
-            resident = self._body.resident_bytes
         while bool(np.asarray(goes_on)):
             arguments = [*constants, *carried]
             carried.clear()
@@ -118,7 +146,7 @@ class LoopRunner:
             # What came back as it was is still the caller's.
             kept = {i for i in kept if carried[i] is before[i]}
             del arguments, before
-        self.last_run = gathered.report(resident)
+        self.last_run = gathered.report(moved)
         return carried
 
     def _enter(self, constants: list[Any], carried: list[Any], kept: set[int]) -> int:
@@ -252,7 +280,7 @@ class ChainRunner:
         self.resident_arguments = frozenset(
             at
             for (_, piece), read in zip(self._stages, self._read, strict=True)
-            if isinstance(piece, SplitRunner)
+            if isinstance(piece, _Holding)
             for i in piece.resident_arguments
             if (at := read[i]) is not None
         )
@@ -264,7 +292,7 @@ class ChainRunner:
             piece.leave()
 
     def sources(self, leaves: Sequence[Any]) -> list[Source]:
-        """What the arrays are copies of that plans take to be on the device."""
+        """As of `SplitRunner`."""
         return [
             source
             for piece, given in self._holding(leaves).values()
@@ -272,19 +300,19 @@ class ChainRunner:
         ]
 
     def hold(self, leaves: Sequence[Any], kept: Kept) -> "HeldByStages":
-        """Puts on the device what plans take to be there, as `SplitRunner.hold` does."""
+        """As of `SplitRunner`."""
         holding = self._holding(leaves)
         return HeldByStages({at: p.hold(given, kept) for at, (p, given) in holding.items()})
 
     def _holding(
         self, leaves: Sequence[Any]
-    ) -> dict[int, tuple[SplitRunner, Sequence[Any]]]:
+    ) -> dict[int, tuple["SplitRunner | LoopRunner", Sequence[Any]]]:
         """The stages for which something stays on the device, with their arguments as far
         as they are the function's."""
         return {
             at: (piece, [None if i is None else leaves[i] for i in self._read[at]])
             for at, (_, piece) in enumerate(self._stages)
-            if isinstance(piece, SplitRunner) and piece.resident_bytes
+            if isinstance(piece, _Holding) and piece.holds
         }
 
     def run(
@@ -309,12 +337,12 @@ class ChainRunner:
             del array
         del placed
         gathered, first_op = Gathered(), 0
-        held_bytes = held.nbytes
+        held_bytes = device_bytes(held.arrays)
         for at, (stage, piece) in enumerate(self._stages):
             run, own_bytes = piece.run, 0
-            if isinstance(piece, SplitRunner) and at in held.stages:
+            if isinstance(piece, _Holding) and at in held.stages:
                 run = functools.partial(piece.run, held=held.stages[at])
-                own_bytes = device_bytes(held.stages[at].copies.values())
+                own_bytes = device_bytes(held.stages[at].arrays)
             beside = self._run_stage(stage, run, values) + held_bytes - own_bytes
             gathered.add(_ran(piece), first_op, beside)
             gathered.at_rest(stage.constants + values.bytes_beside(()) + held_bytes)
@@ -381,7 +409,7 @@ class ChainRunner:
 class HeldByStages:
     """What is on the device for many runs of a chain, by the number of the stage."""
 
-    stages: Mapping[int, Held]
+    stages: Mapping[int, "Held | HeldByStages"]
 
     @property
     def moved_bytes(self) -> int:
@@ -389,13 +417,13 @@ class HeldByStages:
         return sum(held.moved_bytes for held in self.stages.values())
 
     @property
-    def nbytes(self) -> int:
-        """Device bytes of all copies."""
-        return device_bytes(
-            copy for held in self.stages.values() for copy in held.copies.values()
-        )
+    def arrays(self) -> list[Any]:
+        """All copies."""
+        return [copy for held in self.stages.values() for copy in held.arrays]
 
 
+# Stages of a chain that may have something on the device for many runs.
+_Holding: TypeAlias = SplitRunner | LoopRunner
 # What runs a whole function: it may keep arrays on the device between its calls.
 Outermost: TypeAlias = SplitRunner | ChainRunner
 

@@ -94,11 +94,15 @@ class SplitRunner:
         )
         # Instances that are put on the device for many runs, and what they are copies of.
         self._resident = _residents(split, start, self._closed_over)
-        self.resident_bytes = straight.resident_bytes
         # Positions of the arguments among them.
         self.resident_arguments = frozenset(
             r.argument for r in self._resident if r.argument is not None
         )
+
+    @property
+    def holds(self) -> bool:
+        """Whether the plan takes something to be on the device: then `hold` comes first."""
+        return bool(self._resident)
 
     def sources(self, leaves: Sequence[Any]) -> list[Source]:
         """What the arrays are copies of that the plan takes to be on the device.
@@ -304,6 +308,11 @@ class Held(NamedTuple):
     # Bytes that had to be moved.
     moved_bytes: int
 
+    @property
+    def arrays(self) -> list[Any]:
+        """All copies."""
+        return list(self.copies.values())
+
 
 class Rest:
     """What is left of a run that has given its results: XLA computes them without Python.
@@ -418,9 +427,11 @@ def _residents(
     }
     for (v, _), (_, array) in zip(flat.constants, closed_over, strict=True):
         whole[v] = None, array
+    starts = split.starts
     return tuple(
         _Resident(start[b], *whole[source], window)
-        for b, (source, window) in split.resident_parts.items()
+        for b in split.resident
+        for source, window in [starts[b]]
     )
 
 

@@ -486,7 +486,7 @@ class Lowered:
         if not self._keeps:
             return program
         there = self._wanted.places(on_host=False)
-        return keeping(program, self.gpu_bytes, self._how(None), there)
+        return keeping(program, Budget(self.gpu_bytes), self._how(None), there)
 
     def _trials(self) -> Trials:
         """What trying tasks out may take while nothing of the function runs.
@@ -742,7 +742,8 @@ def _again(
     not_kept: frozenset[int],
 ) -> Outermost:
     """What runs a program that keeps some arguments between calls, but not these."""
-    return make_outermost(keeping(program, gpu_bytes, how, on_device, not_kept), link)
+    again = keeping(program, Budget(gpu_bytes), how, on_device, not_kept)
+    return make_outermost(again, link)
 
 
 def _forwardable(arguments: Arguments) -> frozenset[int]:

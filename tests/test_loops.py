@@ -244,9 +244,11 @@ def test_a_batch_goes_through_all_iterations_together():
     assert_same(fn(taps, samples), jax.jit(filtered)(taps, samples))
 
 
-def flat_scans(fn: Callable[..., Any], *args: Any, largest: int) -> FlatJaxpr:
-    device = jax.devices()[0]
-    streaming = Streaming(largest, 4 * largest, rates(device))
+def flat_scans(
+    fn: Callable[..., Any], *args: Any, largest: int, drive_long: bool = False
+) -> FlatJaxpr:
+    expected = rates(jax.devices()[0])
+    streaming = Streaming(largest, 4 * largest, expected, drive_long=drive_long)
     return flatten(jax.jit(fn).trace(*args).jaxpr, (), streaming)
 
 
@@ -267,6 +269,67 @@ def test_thousands_of_rows_become_parts_worth_a_launch():
 
     flat = flat_scans(program, jnp.zeros((20_000, 256)), largest=1 << 22)
     assert 4 < sum(e.name == "scan" for e in flat.equations) <= 1024
+
+
+def sampled(weights: Any, tokens: Any, length: int) -> Any:
+    """Each iteration needs what the last one gave, and all weights."""
+
+    def step(tokens: Any, _: Any) -> Any:
+        x = jnp.sin(tokens[:, None] * jnp.arange(1.0, 1 + WIDTH))
+        for weight in weights:
+            x = jnp.tanh(x @ weight)
+        tokens = jnp.argmax(jnp.abs(x), axis=1).astype(tokens.dtype)
+        return tokens, tokens
+
+    return lax.scan(step, tokens, length=length)[1]
+
+
+def evaluated(weights: Any, batches: Any) -> Any:
+    """Only a sum goes from one iteration to the next."""
+
+    def step(total: Any, x: Any) -> Any:
+        for weight in weights:
+            x = jnp.tanh(x @ weight)
+        return total + jnp.mean(x), None
+
+    return lax.scan(step, jnp.float32(0), batches)[0]
+
+
+@pytest.mark.parametrize(
+    ("length", "needs_the_last", "drive_long", "driven"),
+    [
+        (100, True, True, True),
+        (20, True, True, False),
+        (100, False, True, False),
+        (100, True, False, False),
+    ],
+)
+def test_a_long_scan_that_only_repeats_itself_is_driven(
+    length: int, needs_the_last: bool, drive_long: bool, driven: bool
+):
+    stack = [jnp.zeros((WIDTH, WIDTH))] * 16
+    fn: Callable[..., Any]
+    if needs_the_last:
+        fn, args = functools.partial(sampled, length=length), (stack, jnp.arange(8.0))
+    else:
+        fn, args = evaluated, (stack, jnp.zeros((length, 2, WIDTH)))
+    flat = flat_scans(fn, *args, largest=3 * LAYER, drive_long=drive_long)
+    assert any(e.driven for e in flat.equations) == driven
+    assert not any(e.name == "scan" for e in flat.equations)
+
+
+def test_a_model_that_samples_reads_its_weights_once_in_each_iteration():
+    stack = list(weights(16))
+    tokens, length = np.arange(8, dtype=np.float32), 100
+    gpu_bytes = 10 * LAYER
+    f = jturnip.jit(sampled, gpu_bytes, static_argnums=2)
+    wanted = jax.jit(sampled, static_argnums=2)(stack, tokens, length)
+    assert_same(f(jturnip.host(stack), tokens, length), wanted)
+    assert f.last_run.strategy == "driven"
+    assert f.last_run.peak_bytes <= gpu_bytes
+    working = 3 * LAYER  # what a task reads, and room for the next one
+    moved = f.last_run.h2d_bytes + f.last_run.d2h_bytes
+    assert moved <= 1.02 * ((length + 1) * (6 * LAYER + working) + 10 * LAYER)
 
 
 def test_parts_are_worth_the_copies_of_their_stacks():

@@ -5,6 +5,10 @@ into parts: as few iterations each as are worth a launch, as many as may be need
 there are not too many parts. A part of one iteration is inlined, so that the partitioner
 can cut it further; one of several is a shorter scan. All arrays with as many rows as a scan
 that is cut has iterations are cut at the same rows: parts flow from one scan to the next.
+
+A long scan whose iterations need one another, and read the same large arrays, as a model
+that generates token by token does, is driven: it would become thousands of tasks, to plan
+and to run, and nothing could be done in another order.
 """
 
 from collections import Counter
@@ -13,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jax import lax
+from jax.extend.core import Var
 
 from jturnip.frontend import costs
 from jturnip.frontend.costs import DeviceRates
@@ -25,6 +30,10 @@ SMALL = 64 * 1024
 # What one function may be cut into: parts of one loop, equations of all its iterations.
 _MOST_PARTS = 1024
 _MOST_EQUATIONS = 100_000
+# A scan that only repeats itself is driven rather than become so many equations.
+_MANY_EQUATIONS = 2_000
+# What it carries and stacks may take this share of the budget then.
+_CARRIED = 4
 # A part of several iterations must take this many times as long as a launch.
 _WORTH = 4
 
@@ -42,6 +51,8 @@ class Streaming:
     rates: DeviceRates
     # A loop without end known, or a branch, that holds more bytes than this is driven.
     drive: int = 1 << 62
+    # Whether a long scan that only repeats itself is driven.
+    drive_long: bool = False
     # Positions of arguments that are in host memory, and whether a closed-over array is.
     on_host: frozenset[int] = frozenset()
     is_on_host: Callable[[Any], bool] = lambda array: False
@@ -54,8 +65,8 @@ class Cuts:
     """What is cut: scans by the id of their equation, arrays by their number of rows."""
 
     scans: frozenset[int]
-    # Scans of which not even a part is a task, with too many iterations to inline them all:
-    # these become loops that are driven.
+    # Scans of which not even a part is a task, with too many iterations to inline them all,
+    # or for nothing: these become loops that are driven.
     long: frozenset[int]
     # Number of rows → how many of them a part has.
     rows: Mapping[int, int]
@@ -156,7 +167,7 @@ def is_driven(eqn: Any, streaming: Streaming) -> bool:
 
 def _iterations_per_part(eqn: Any, streaming: Streaming) -> int | None:
     """How many iterations a part of a scan has; None for a scan that stays one task, 0 for
-    one that is too long for what it holds."""
+    one that is to be driven."""
     body, length = eqn.params["jaxpr"], eqn.params["length"]
     consts, carry, _ = scan_counts(eqn)
     sizes = [Type.of(v.aval).nbytes for v in eqn.invars]
@@ -179,4 +190,23 @@ def _iterations_per_part(eqn: Any, streaming: Streaming) -> int | None:
     if fewest > 1 and fixed + fewest * each > max(room, streaming.arena // 2, SMALL):
         return 0
     fitting = (room - fixed) // each if each else length * (fixed <= room)
-    return min(length, max(fewest, min(int(worth) + 1, fitting), 1))
+    count = min(length, max(fewest, min(int(worth) + 1, fitting), 1))
+    passing = stacked + sum(results[:carry])
+    if count == 1 and streaming.drive_long and passing <= streaming.arena // _CARRIED:
+        many = length * equations > _MANY_EQUATIONS
+        return 0 if many and _needs_the_last(body, consts, carry) else 1
+    return count
+
+
+def _needs_the_last(body: Any, consts: int, carry: int) -> bool:
+    """Whether most of the work of an iteration needs what the last one gave."""
+    body = getattr(body, "jaxpr", body)
+    given = set(body.invars[consts : consts + carry])
+    total = needing = 0.0
+    for eqn in body.eqns:
+        work = costs.flops(eqn)
+        total += work
+        if any(isinstance(v, Var) and v in given for v in eqn.invars):
+            given.update(eqn.outvars)
+            needing += work
+    return 2 * needing > total

@@ -14,6 +14,8 @@ from jturnip.programs.devices import rates
 # shares of the budget. The next pair is tried where no plan fits with loops so large.
 _SHARES_OF_LOOPS = ((1 / 4, 1.0), (1 / 16, 1 / 2), (0.0, 1 / 8), (0.0, 0.0))
 ATTEMPTS = len(_SHARES_OF_LOOPS)
+# In so many of them a long scan that only repeats itself is driven.
+_DRIVING = 2
 
 
 def streaming(
@@ -39,6 +41,7 @@ def streaming(
         arena=arena,
         rates=rates(arguments.device),
         drive=int(arena * others),
+        drive_long=attempt < _DRIVING,
         on_host=frozenset(i for i, w in enumerate(arguments.whose) if w.on_host),
         is_on_host=lambda array: placement.whose(array, False).on_host,
         donated=collections.Counter(donated),

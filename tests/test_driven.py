@@ -279,7 +279,7 @@ def test_room_is_left_for_what_a_loop_may_take_in_any_order():
         return total.sum() + x.sum()
 
     carry = jax.device_put(normal(256, 256))
-    in_loop = [jturnip.host(normal(256, 256)) for _ in range(8)]
+    in_loop = [normal(256, 256) for _ in range(8)]  # not kept for the next call
     after = [jturnip.host(normal(256, 64)) for _ in range(12)]
     budget = 1677721
     lowered = jturnip.jit(fn, budget).lower(carry, in_loop, after, 5)

@@ -20,6 +20,7 @@ from benchmarks import (
     axes,
     batches,
     calls,
+    generating,
     growth,
     layers,
     lengths,
@@ -76,6 +77,8 @@ class Sizes:
     pair: pair.PairConfig
     predicted: tuple[float, ...]
     called: tuple[float, ...]
+    generating: llama.LlamaConfig
+    tokens: int
 
 
 FULL = Sizes(
@@ -100,6 +103,8 @@ FULL = Sizes(
     pair=pair.config("bench"),
     predicted=(0.5, 0.25, 0.125),
     called=(1.0, 0.9, 0.5, 0.25),
+    generating=llama.config("400m", layers=12),
+    tokens=16,
 )
 _TINIEST = llama.config("tiny", layers=1, length=8, width=16, heads=2, kv_heads=1)
 TINY = Sizes(
@@ -124,6 +129,8 @@ TINY = Sizes(
     pair=pair.config("tiny"),
     predicted=(0.5,),
     called=(0.9,),
+    generating=_TINIEST,
+    tokens=2,
 )
 
 SECTIONS: dict[str, Callable[[Sizes], Section]] = {
@@ -144,6 +151,9 @@ SECTIONS: dict[str, Callable[[Sizes], Section]] = {
     "calls": lambda s: calls.calls(s.link, s.called, s.link_rounds),
     "batches": lambda s: batches.batches(s.link, s.budgets, s.link_rounds),
     "again": lambda s: again.again(s.pair, s.predicted, s.link_rounds + 2),
+    "generating": lambda s: generating.generating(
+        s.generating, s.predicted, s.tokens, s.link_rounds
+    ),
 }
 
 

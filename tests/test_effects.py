@@ -14,6 +14,7 @@ from jax import lax
 from jax.experimental import checkify, io_callback
 
 import jturnip
+from jturnip.native import marks
 
 
 X = np.random.default_rng(0).normal(size=(16, 128)).astype(np.float32)
@@ -281,6 +282,24 @@ def test_an_ordered_callback_that_raises_spoils_no_later_one(budget: int):
         jax.effects_barrier()
         assert len(seen) == 2
         assert seen[1] == 1.0
+
+
+def test_a_task_that_calls_out_is_over_when_its_callback_is():
+    """A mark fires when results are written, which a callback without any may outlast: it
+    would fail unheard."""
+
+    def fn(weights: Any, x: Any) -> Any:
+        for w in weights:
+            x = jnp.tanh(x @ w)
+        io_callback(lambda x: None, None, x.sum(), ordered=True)
+        return x
+
+    weights, x = jturnip.host([np.eye(128, dtype=np.float32)] * 8), jnp.ones((128, 128))
+    split = jturnip.jit(fn, 300_000).lower(weights, x)._program.split
+    for task, group in zip(split.graph.tasks, split.groups, strict=True):
+        names = {split.flat.equations[e].name for e in group.equations}
+        marked = split.executables[task.executable].marked
+        assert marked == (marks.load() and "io_callback" not in names)
 
 
 def test_callbacks_that_are_equal_are_called_each_for_itself():

@@ -107,7 +107,7 @@ def test_a_token_changes_no_logits_before_it(params: training.Params):
 def test_attention_equals_a_loop_over_heads_and_positions(params: training.Params):
     weights = params["layers"][0]
     x = np.random.default_rng(0).normal(size=(1, 6, TINY.width)).astype(np.float32)
-    rotation = llama.rotary_angles(TINY, 6)
+    rotation = llama.rotary_angles(TINY, jnp.arange(6))
     actual = llama.attention(TINY, weights, jnp.asarray(x), rotation)
 
     def heads(name: str, count: int) -> jax.Array:
@@ -129,7 +129,7 @@ def test_attention_equals_a_loop_over_heads_and_positions(params: training.Param
 
 def test_rotary_scores_depend_only_on_the_distance_between_positions():
     query, key = np.random.default_rng(0).normal(size=(2, TINY.head_width))
-    rotation = llama.rotary_angles(TINY, 32)
+    rotation = llama.rotary_angles(TINY, jnp.arange(32))
 
     def at_every_position(vector: np.ndarray) -> np.ndarray:
         repeated = np.tile(vector.astype(np.float32), (1, 32, 1, 1))
@@ -140,6 +140,21 @@ def test_rotary_scores_depend_only_on_the_distance_between_positions():
         same_distance = np.diagonal(scores, -distance)
         np.testing.assert_allclose(same_distance, same_distance[0], rtol=1e-4, atol=1e-5)
     assert np.ptp(scores[:, 0]) > 0.1
+
+
+@pytest.mark.parametrize("scanned", [False, True], ids=["list", "stacked"])
+def test_text_is_what_the_whole_text_so_far_would_give(scanned: bool):
+    model = llama.config("tiny")
+    params = llama.init(model, jax.random.key(0))
+    prompt = a_batch()[:, :5]
+    tokens = jnp.asarray(prompt)
+    for _ in range(6):  # no cache: all tokens anew for each
+        logits = llama.forward(model, params, tokens)
+        likeliest = jnp.argmax(logits[:, -1:], axis=-1).astype(tokens.dtype)
+        tokens = jnp.concatenate([tokens, likeliest], axis=1)
+    weights = llama.stacked(params) if scanned else params
+    found = jax.jit(functools.partial(llama.generate, model, count=6))(weights, prompt)
+    np.testing.assert_array_equal(found, tokens[:, 5:])
 
 
 def test_random_weights_know_nothing(params: training.Params):

@@ -294,3 +294,25 @@ def test_jitter_on_the_link_changes_no_bit(name: str):
     for result in results[1:]:
         assert_bitwise(result, results[0])
     assert len(orders) > 1
+
+
+@pytest.mark.parametrize("scanned", [False, True], ids=["list", "stacked"])
+def test_text_is_generated_with_what_fits_on_the_device(scanned: bool):
+    """For each token only those weights travel for which there is no room."""
+    model, count = llama.config("small", layers=6), 8
+    params = llama.init(model, jax.random.key(0))
+    params = llama.stacked(params) if scanned else params
+    prompt = np.arange(12, dtype=np.int32).reshape(2, 6)
+    generate = functools.partial(llama.generate, model, count=count)
+    wanted = jax.jit(generate)(params, prompt)
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    gpu_bytes = weights * 6 // 10
+    f = jturnip.jit(generate, gpu_bytes, link=jturnip.SimulatedLink(2e9, 2e9))
+    there = jturnip.host(jax.tree.map(np.asarray, params))
+    for _ in range(2):
+        assert_bitwise(f(there, prompt), wanted)
+        assert f.last_run.peak_bytes <= gpu_bytes
+    report = f.last_run
+    assert report.kept_bytes > gpu_bytes // 2
+    # The prompt, then each token.
+    assert report.h2d_bytes <= 1.02 * (1 + count) * (weights - report.kept_bytes)

@@ -32,7 +32,7 @@ from jturnip.compiler.origin import Origin, compile_lowered
 from jturnip.compiler.progress import progress_bar
 from jturnip.compiler.report import CompileReport
 from jturnip.frontend import costs
-from jturnip.frontend.hints import CALLS_OUT, nested
+from jturnip.frontend.hints import CALLS_OUT, calls_out, nested
 from jturnip.frontend.keys import constant_key, context_key, params_key, type_key
 from jturnip.frontend.partition import Group
 from jturnip.frontend.values import Constant, FlatJaxpr, Type, is_key, is_packed
@@ -126,7 +126,7 @@ def compile_groups(
       Exception: what JAX or XLA say of a task, with a note that names it.
     """
     began = time.perf_counter()
-    marked = marks.load()
+    have_marks = marks.load()
     shapes = [group_key(flat, group) for group in groups]
     lifted = _lifted(shapes, {} if earlier is None else earlier.lifted)
     indices: dict[Hashable, int] = {}
@@ -135,14 +135,15 @@ def compile_groups(
     for group, (bare, numbers) in zip(groups, shapes, strict=True):
         operands = lifted.get(bare, frozenset())
         written = tuple(n for place, n in numbers.items() if place not in operands)
+        marked = have_marks and not _calls_out(flat, group)
         key = (bare, operands, written, how, marked)
         if key not in indices:
             indices[key] = len(distinct)
-            distinct.append(_Work(flat, group, tuple(sorted(operands))))
+            distinct.append(_Work(flat, group, tuple(sorted(operands)), marked))
         of_group.append(indices[key])
     known = [_CACHE.get(key) for key in indices]
     missing = [w for w, e in zip(distinct, known, strict=True) if e is None]
-    new, cached = _compile_in_parallel(missing, how, marked)
+    new, cached = _compile_in_parallel(missing, how)
     remaining = iter(new)
     executables = tuple(next(remaining) if e is None else e for e in known)
     for key, index in indices.items():
@@ -167,11 +168,13 @@ def compile_groups(
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """A task to compile: a group, and which of its numbers are operands."""
+    """A task to compile: a group, which of its numbers are operands, and whether a mark
+    tells when it is over."""
 
     flat: FlatJaxpr
     group: Group
     lifted: tuple[Place, ...]
+    marked: bool
 
     @property
     def types(self) -> list[Type]:
@@ -223,9 +226,13 @@ def compile_whole(
     )
 
 
-def _compile_in_parallel(
-    tasks: Sequence[_Work], how: How, marked: bool
-) -> tuple[list[Executable], int]:
+def _calls_out(flat: FlatJaxpr, group: Group) -> bool:
+    """Whether a task calls code that is not XLA's own, which may fail after all results are
+    written: a mark would have fired then."""
+    return any(calls_out(flat.equations[e].origin) for e in group.equations)
+
+
+def _compile_in_parallel(tasks: Sequence[_Work], how: How) -> tuple[list[Executable], int]:
     """An executable for each task, and how many were in JAX's persistent cache."""
     if not tasks:
         return [], 0
@@ -238,10 +245,8 @@ def _compile_in_parallel(
         pool = concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1)
         try:
             for task in tasks:
-                jitted, lowered = _lower(task, how, marked)
-                futures.append(
-                    pool.submit(_compile, task, jitted, lowered, marked, stored_from)
-                )
+                jitted, lowered = _lower(task, how)
+                futures.append(pool.submit(_compile, task, jitted, lowered, stored_from))
                 futures[-1].add_done_callback(done.append)
                 show(len(done))
             for future in futures:
@@ -260,16 +265,16 @@ def clear_cache() -> None:
     _CACHE.clear()
 
 
-def _lower(task: _Work, how: How, marked: bool) -> tuple[Any, Any]:
+def _lower(task: _Work, how: How) -> tuple[Any, Any]:
     """Lowers in the caller's thread, whose JAX configuration counts."""
     sharding = None
     if how.device is not None:
         sharding = jax.sharding.SingleDeviceSharding(how.device)
     types = [*(task.flat.types[v] for v in task.group.inputs), *task.types]
     structs = [t.struct(sharding) for t in types]
-    if marked:
+    if task.marked:
         structs.append(jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding))
-    function = _as_function(task, marked)
+    function = _as_function(task)
     try:
         options = dict(how.options) or None
         jitted = jax.jit(
@@ -284,7 +289,7 @@ def _lower(task: _Work, how: How, marked: bool) -> tuple[Any, Any]:
         raise
 
 
-def _as_function(work: _Work, marked: bool) -> Callable[..., Any]:
+def _as_function(work: _Work) -> Callable[..., Any]:
     flat, group = work.flat, work.group
     made_turned = _turned(flat, group)
     turned = [at for at, v in enumerate(group.outputs) if v in made_turned]
@@ -303,7 +308,7 @@ def _as_function(work: _Work, marked: bool) -> Callable[..., Any]:
         results = [values[v] for v in group.outputs]
         # XLA makes all results of an executable ready together, so any small one will do.
         done = jnp.int32(0)
-        if marked:
+        if work.marked:
             done, results = _marked(results, turned, arguments[-1])
         return [*results, done]
 
@@ -364,7 +369,6 @@ def _compile(
     task: _Work,
     jitted: Any,
     lowered: Any,
-    marked: bool,
     stored_from: float,
 ) -> tuple[Executable, Origin]:
     try:
@@ -378,7 +382,7 @@ def _compile(
     executable = Executable(
         # jax 0.10's Compiled refuses an array of packed numbers that was in host memory.
         call=_settling(jitted) if packed else compiled,
-        marked=marked,
+        marked=task.marked,
         # The numbers that are operands are put on the device by each call.
         workspace=(int(sizes.temp_size_in_bytes) if sizes is not None else 0)
         + GRANULE * len(task.lifted),

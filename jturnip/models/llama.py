@@ -1,4 +1,4 @@
-"""The Llama architecture in plain JAX: tokens to logits, loss and training step.
+"""The Llama architecture in plain JAX: tokens to logits, loss, training step, and text.
 
 RMSNorm, rotary positions, grouped-query attention, SwiGLU and an untied head. The layers
 are a Python loop over arrays of their own or, if `stacked`, a `lax.scan` over stacks.
@@ -9,13 +9,14 @@ Norms, softmax and loss are computed in float32 whatever the dtype of the weight
     step = jax.jit(functools.partial(llama.train_step, model, optimizer), donate_argnums=0)
     state = llama.init_state(model, optimizer, jax.random.key(0))
     state, loss = step(state, tokens)
+    tokens = llama.generate(model, state.params, prompt, 32)
 """
 
 import dataclasses
 import functools
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -131,7 +132,7 @@ def forward(config: LlamaConfig, params: Params, tokens: jax.Array) -> jax.Array
     if config.remat:
         block = jax.checkpoint(block)
     x = params["embedding"][tokens]
-    rotation = rotary_angles(config, tokens.shape[1])
+    rotation = rotary_angles(config, jnp.arange(tokens.shape[1]))
     layers = params["layers"]
     if isinstance(layers, dict):
         x, _ = jax.lax.scan(
@@ -141,6 +142,83 @@ def forward(config: LlamaConfig, params: Params, tokens: jax.Array) -> jax.Array
         for weights in layers:
             x = block(weights, x, rotation)
     return rms_norm(config, params["norm"], x) @ params["head"]
+
+
+def generate(
+    config: LlamaConfig, params: Params, prompt: jax.Array, count: int
+) -> jax.Array:
+    """The likeliest tokens after a prompt: int [batch, length] to [batch, count].
+
+    The prompt is read at once, and each token that follows by itself, in a `while_loop`,
+    with the keys and values of those before it in a cache.
+    """
+    batch, length = prompt.shape
+    cache = empty_cache(config, params, batch, length + count)
+    cache, logits = extended(config, params, cache, prompt, jnp.int32(0))
+    tokens = jnp.zeros((batch, count), prompt.dtype)
+
+    def step(state: Any) -> Any:
+        at, cache, token, tokens = state
+        tokens = jax.lax.dynamic_update_index_in_dim(tokens, token, at, 1)
+        cache, logits = extended(config, params, cache, token[:, None], length + at)
+        return at + 1, cache, likeliest(logits), tokens
+
+    def likeliest(logits: jax.Array) -> jax.Array:
+        return jnp.argmax(logits[:, -1], axis=-1).astype(prompt.dtype)
+
+    state = jnp.int32(0), cache, likeliest(logits), tokens
+    return jax.lax.while_loop(lambda state: state[0] < count, step, state)[-1]
+
+
+# Keys and values of all tokens so far, [batch, length, kv_heads, head_width] each: one pair
+# for each layer, or one pair of stacks.
+Cache: TypeAlias = Any
+
+
+def empty_cache(config: LlamaConfig, params: Params, batch: int, length: int) -> Cache:
+    """Room for the keys and values of so many tokens."""
+    shape = (batch, length, config.kv_heads, config.head_width)
+    empty = lambda *layers: (jnp.zeros((*layers, *shape), config.dtype),) * 2
+    is_stacked = isinstance(params["layers"], dict)
+    return empty(config.layers) if is_stacked else [empty() for _ in params["layers"]]
+
+
+def extended(
+    config: LlamaConfig, params: Params, cache: Cache, tokens: jax.Array, at: jax.Array
+) -> tuple[Cache, jax.Array]:
+    """The cache with some more tokens in it, and the logits of what follows each.
+
+    Args:
+      config: of the model.
+      params: its weights.
+      cache: of the tokens before.
+      tokens: int [batch, length].
+      at: how many there are before.
+    """
+    x = params["embedding"][tokens]
+    positions = at + jnp.arange(tokens.shape[1])
+    rotation = rotary_angles(config, positions)
+
+    def block(x: jax.Array, weights: Params, before: Cache) -> tuple[jax.Array, Cache]:
+        normed = rms_norm(config, weights["attention_norm"], x)
+        query, key, value = heads(config, weights, normed, rotation)
+        put = lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, at, 1)
+        keys, values = put(before[0], key), put(before[1], value)
+        seen = jnp.arange(keys.shape[1]) <= positions[:, None]
+        x = x + attended(config, weights, query, keys, values, seen)
+        return fed(config, weights, x), (keys, values)
+
+    layers = params["layers"]
+    if isinstance(layers, dict):
+        step = lambda x, both: block(x, *both)
+        x, cache = jax.lax.scan(step, x, (layers, cache))
+    else:
+        new = []
+        for weights, before in zip(layers, cache, strict=True):
+            x, cached = block(x, weights, before)
+            new.append(cached)
+        cache = new
+    return cache, rms_norm(config, params["norm"], x) @ params["head"]
 
 
 def stacked(params: Params) -> Params:
@@ -184,7 +262,11 @@ def layer(
 ) -> jax.Array:
     """Attention, then SwiGLU, each added to its input."""
     normed = rms_norm(config, weights["attention_norm"], x)
-    x = x + attention(config, weights, normed, rotation)
+    return fed(config, weights, x + attention(config, weights, normed, rotation))
+
+
+def fed(config: LlamaConfig, weights: Params, x: jax.Array) -> jax.Array:
+    """SwiGLU, added to its input."""
     normed = rms_norm(config, weights["feed_norm"], x)
     gated = jax.nn.silu(normed @ weights["gate"]) * (normed @ weights["up"])
     return x + gated @ weights["down"]
@@ -194,6 +276,17 @@ def attention(
     config: LlamaConfig, weights: Params, x: jax.Array, rotation: jax.Array
 ) -> jax.Array:
     """Causal grouped-query attention over [batch, length, width]."""
+    length = x.shape[1]
+    query, key, value = heads(config, weights, x, rotation)
+    causal = jnp.tril(jnp.ones((length, length), bool))
+    return attended(config, weights, query, key, value, causal)
+
+
+def heads(
+    config: LlamaConfig, weights: Params, x: jax.Array, rotation: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries [batch, length, kv_heads, heads / kv_heads, head_width], and keys and values
+    [batch, length, kv_heads, head_width]."""
     batch, length, _ = x.shape
     groups = config.heads // config.kv_heads
     shared = (batch, length, config.kv_heads, config.head_width)
@@ -201,21 +294,32 @@ def attention(
     query = rotate(query, rotation).reshape(*shared[:3], groups, config.head_width)
     key = rotate((x @ weights["key"]).reshape(shared), rotation)
     value = (x @ weights["value"]).reshape(shared)
+    return query, key, value
 
+
+def attended(
+    config: LlamaConfig,
+    weights: Params,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    seen: jax.Array,
+) -> jax.Array:
+    """What each position takes from those it sees, bool [queries, keys]."""
+    batch, length = query.shape[:2]
     scores = jnp.einsum(
         "btkgh,bskh->bkgts", query, key, preferred_element_type=jnp.float32
     ) / math.sqrt(config.head_width)
-    causal = jnp.tril(jnp.ones((length, length), bool))
-    scores = jnp.where(causal, scores, jnp.finfo(jnp.float32).min)
-    shares = jax.nn.softmax(scores, axis=-1).astype(x.dtype)
+    scores = jnp.where(seen, scores, jnp.finfo(jnp.float32).min)
+    shares = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
     mixed = jnp.einsum("bkgts,bskh->btkgh", shares, value)
     return mixed.reshape(batch, length, config.width) @ weights["output"]
 
 
-def rotary_angles(config: LlamaConfig, length: int) -> jax.Array:
-    """The angle of each position and frequency: [length, head_width / 2]."""
+def rotary_angles(config: LlamaConfig, positions: jax.Array) -> jax.Array:
+    """The angle of each position, int [length], and frequency: [length, head_width / 2]."""
     exponents = jnp.arange(0, config.head_width, 2, dtype=jnp.float32) / config.head_width
-    return jnp.arange(length, dtype=jnp.float32)[:, None] * config.rope_theta**-exponents
+    return positions.astype(jnp.float32)[:, None] * config.rope_theta**-exponents
 
 
 def rotate(x: jax.Array, rotation: jax.Array) -> jax.Array:

@@ -104,7 +104,7 @@ FULL = Sizes(
     predicted=(0.5, 0.25, 0.125),
     called=(1.0, 0.9, 0.5, 0.25),
     generating=llama.config("400m", layers=12),
-    tokens=16,
+    tokens=8,
 )
 _TINIEST = llama.config("tiny", layers=1, length=8, width=16, heads=2, kv_heads=1)
 TINY = Sizes(

@@ -15,7 +15,7 @@ from jturnip.models import llama
 
 
 # Bytes a second each way, and the tokens of a prompt.
-_RATE = 2e9
+_RATE = 1e9
 _PROMPT = 4
 
 

@@ -640,6 +640,8 @@ def sequences_that_are_aligned(a: Any, b: Any) -> Any:
 _WHY = {
     "centres that settle": "all points are read in each iteration, and leave no room",
     "a gaussian process": "a Cholesky factor needs its matrix whole",
+    "a lattice of spins": "spins before and after a step, and their field, are more than"
+    " that",
     "a jacobian of a network": "the weights leave no room for a row; cut along more axes"
     " there are too many tasks",
 }
@@ -729,7 +731,9 @@ def _times(found: Sequence[Timed]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
+def main() -> str | None:
+    """Writes the page; returns what it leaves unexplained."""
+    unexplained: list[str] = []
     rows, ran, refused_at_peak, above_peak = [], 0, 0, 0
     times: list[Timed] = []
     for name, case in CASES.items():
@@ -761,7 +765,8 @@ def main() -> None:
             took = "refused"
         why = _WHY.get(name, "") if any(cell != "runs" for cell in cells) else ""
         print(name, cells, took, first, why, flush=True)
-        assert why or all(cell == "runs" for cell in cells), f"{name}: say why"
+        if not why and any(cell != "runs" for cell in cells):
+            unexplained.append(name)
         row = [name, f"{ends / peak:.2f}", *cells, took, first, why]
         rows.append(f"| {' | '.join(row)} |")
     pairs = len(SHARES) * len(CASES)
@@ -789,6 +794,7 @@ def main() -> None:
         + "\n",
         encoding="utf-8",
     )
+    return f"say why: {', '.join(unexplained)}" if unexplained else None
 
 
 if __name__ == "__main__":

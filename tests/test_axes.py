@@ -374,9 +374,11 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...]]] = {
             jnp.cumsum(jnp.sin(x)),
             lax.cumsum(jnp.round(9 * x).astype(np.int32), reverse=True),
             lax.cumprod(1 + x[None] / 1000, axis=1, reverse=True),
-            x - lax.cummax(x),
-            lax.cummin(jnp.stack([x, -x], 1), axis=0),
         ),
+        (numbers(6000),),
+    ),
+    "running extremes of a long row": (
+        lambda x: (x - lax.cummax(x), lax.cummin(jnp.stack([x, -x], 1), axis=0)),
         (numbers(6000),),
     ),
     "messages along edges": (

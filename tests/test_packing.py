@@ -166,7 +166,8 @@ def test_a_packing_adds_up(graph: TaskGraph, more: int, rate: float):
             assert swap.back[0] >= ends[swap.last] - 1e-9 or swap.last < 0
             assert sum(swap.back) + 0.1 <= begins[swap.gap.until] + 1e-9
     for way in ("out", "back"):
-        copies = sorted(filter(None, (getattr(swap, way) for swap in swaps)))
+        every = (getattr(swap, way) for swap in swaps)
+        copies = sorted(copy for copy in every if copy and copy[1])  # of no bytes: no time
         for one, next_one in itertools.pairwise(copies):
             assert sum(one) <= next_one[0] + 1e-9
     for used, found in zip(in_use(graph, packing), packing._used, strict=True):

@@ -296,18 +296,19 @@ def evaluated(weights: Any, batches: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("length", "needs_the_last", "drive_long", "driven"),
+    ("length", "needs_the_last", "layers", "drive_long", "driven"),
     [
-        (100, True, True, True),
-        (20, True, True, False),
-        (100, False, True, False),
-        (100, True, False, False),
+        (100, True, 16, True, True),
+        (20, True, 16, True, False),
+        (100, False, 16, True, False),
+        (200, True, 8, True, False),  # they all fit, and need not be moved
+        (100, True, 16, False, False),
     ],
 )
 def test_a_long_scan_that_only_repeats_itself_is_driven(
-    length: int, needs_the_last: bool, drive_long: bool, driven: bool
+    length: int, needs_the_last: bool, layers: int, drive_long: bool, driven: bool
 ):
-    stack = [jnp.zeros((WIDTH, WIDTH))] * 16
+    stack = [jnp.zeros((WIDTH, WIDTH))] * layers
     fn: Callable[..., Any]
     if needs_the_last:
         fn, args = functools.partial(sampled, length=length), (stack, jnp.arange(8.0))
@@ -330,6 +331,28 @@ def test_a_model_that_samples_reads_its_weights_once_in_each_iteration():
     working = 3 * LAYER  # what a task reads, and room for the next one
     moved = f.last_run.h2d_bytes + f.last_run.d2h_bytes
     assert moved <= 1.02 * ((length + 1) * (6 * LAYER + working) + 10 * LAYER)
+
+
+def test_a_long_scan_that_looks_up_rows_is_driven_where_its_weights_fit():
+    """Each iteration would be two pieces of a chain, and bring all weights again."""
+
+    def fn(weights: Any, table: Any, tokens: Any) -> Any:
+        def step(tokens: Any, _: Any) -> Any:
+            x = table[tokens]
+            for weight in weights:
+                x = jnp.tanh(x @ weight)
+            tokens = jnp.argmax(jnp.abs(x), axis=1).astype(tokens.dtype)
+            return tokens, tokens
+
+        return lax.scan(step, tokens, length=200)[1]
+
+    args = list(weights(8)), weights(32).reshape(-1, WIDTH), np.arange(8, dtype=np.int32)
+    f = jturnip.jit(fn, 12 * LAYER)
+    stack, table, tokens = args
+    assert_same(f(jturnip.host(stack), jturnip.host(table), tokens), jax.jit(fn)(*args))
+    assert len(f.last_run.plan.pieces) <= 3
+    rows = 200 * 8 * WIDTH * 4
+    assert f.last_run.h2d_bytes <= 8 * LAYER + rows  # the weights once
 
 
 def test_parts_are_worth_the_copies_of_their_stacks():

@@ -6,13 +6,15 @@ there are not too many parts. A part of one iteration is inlined, so that the pa
 can cut it further; one of several is a shorter scan. All arrays with as many rows as a scan
 that is cut has iterations are cut at the same rows: parts flow from one scan to the next.
 
-A long scan whose iterations need one another, and read the same large arrays, as a model
-that generates token by token does, is driven: it would become thousands of tasks, to plan
-and to run, and nothing could be done in another order.
+A long scan whose iterations need one another and read the same, as a model that generates
+token by token does, is driven if what it reads is more than the budget, or if the host
+takes rows of a table out for each: it would become thousands of tasks, to plan and to run,
+which nothing could put in another order, and between the rows of two iterations nothing
+stays.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -117,6 +119,7 @@ def find_cuts(
     streaming: Streaming,
     inline: Callable[[Any], FlatJaxpr],
     held: Sequence[Type],
+    by_rows: Collection[int] = (),
 ) -> Cuts:
     """Decides what is cut.
 
@@ -125,6 +128,7 @@ def find_cuts(
       streaming: the sizes that count.
       inline: inlines the body of a scan.
       held: types of the arrays in host memory that could be cut.
+      by_rows: ids of scans that read rows of a table in host memory.
     """
     scans: set[int] = set()
     long: set[int] = set()
@@ -137,6 +141,8 @@ def find_cuts(
             count = None if id(eqn) in scans else _iterations_per_part(eqn, streaming)
             if count is None:
                 continue
+            if count == 1 and _only_repeats_itself(eqn, streaming, id(eqn) in by_rows):
+                count = 0
             if count == 0:
                 long.add(id(eqn))
                 continue
@@ -190,12 +196,25 @@ def _iterations_per_part(eqn: Any, streaming: Streaming) -> int | None:
     if fewest > 1 and fixed + fewest * each > max(room, streaming.arena // 2, SMALL):
         return 0
     fitting = (room - fixed) // each if each else length * (fixed <= room)
-    count = min(length, max(fewest, min(int(worth) + 1, fitting), 1))
-    passing = stacked + sum(results[:carry])
-    if count == 1 and streaming.drive_long and passing <= streaming.arena // _CARRIED:
-        many = length * equations > _MANY_EQUATIONS
-        return 0 if many and _needs_the_last(body, consts, carry) else 1
-    return count
+    return min(length, max(fewest, min(int(worth) + 1, fitting), 1))
+
+
+def _only_repeats_itself(eqn: Any, streaming: Streaming, reads_rows: bool) -> bool:
+    """Whether a scan whose iterations are tasks had better be driven.
+
+    Each moves what it reads again: since that is more than the budget, or since the rows
+    that the host takes out for each come between two plans.
+    """
+    body, length = eqn.params["jaxpr"], eqn.params["length"]
+    if not streaming.drive_long or length * costs.equation_count(body) <= _MANY_EQUATIONS:
+        return False
+    consts, carry, _ = scan_counts(eqn)
+    bytes_of = lambda variables: sum(Type.of(v.aval).nbytes for v in variables)
+    passing = bytes_of(eqn.invars[consts + carry :]) + bytes_of(eqn.outvars)
+    if passing > streaming.arena // _CARRIED:
+        return False
+    moved = reads_rows or bytes_of(eqn.invars[:consts]) + passing > streaming.arena
+    return moved and _needs_the_last(body, consts, carry)
 
 
 def _needs_the_last(body: Any, consts: int, carry: int) -> bool:

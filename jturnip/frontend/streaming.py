@@ -24,7 +24,7 @@ from jturnip.frontend.merging import merged
 from jturnip.frontend.results import Forwarded, may_be
 from jturnip.frontend.rules import COMBINED, SCATTERS, Along, Rule
 from jturnip.frontend.stacks import Made, Spread, Stack, Value
-from jturnip.frontend.tables import rows_by_host
+from jturnip.frontend.tables import reads_rows, rows_by_host
 from jturnip.frontend.values import (
     Atom,
     Constant,
@@ -106,7 +106,8 @@ class _Streamer:
             *(flat.types[v] for v, a in flat.constants if streaming.is_on_host(a)),
         ]
         could_be_cut = [t for t in held if _can_be_cut(t.dtype)]
-        self._cuts: Cuts = find_cuts(flat, streaming, seen.inline, could_be_cut)
+        by_rows = _scans_that_read_rows(flat, streaming, seen)
+        self._cuts: Cuts = find_cuts(flat, streaming, seen.inline, could_be_cut, by_rows)
 
     def result(self, flat: FlatJaxpr, forwarded: Forwarded) -> FlatJaxpr:
         builder, on_host = self._builder, self._streaming.on_host
@@ -545,3 +546,18 @@ def _shorter(scan: Any, length: int) -> Any:
 def _can_be_cut(dtype: Any) -> bool:
     """Whether rows lie in host memory as numpy has them: not so for keys and int4."""
     return not is_key(dtype) and not is_packed(dtype)
+
+
+def _scans_that_read_rows(
+    flat: FlatJaxpr, streaming: Streaming, seen: Seen
+) -> frozenset[int]:
+    """Scans that read rows of a table in host memory, by the id of their equation."""
+    hosted = {v for i, v in enumerate(flat.inputs) if i in streaming.on_host}
+    hosted.update(v for v, array in flat.constants if streaming.is_on_host(array))
+    found: set[int] = set()
+    for e in flat.equations if hosted and streaming.drive_long else ():
+        if e.name == "scan":
+            body, consts = seen.inline(e.origin.params["jaxpr"]), scan_counts(e.origin)[0]
+            if reads_rows(body, e.inputs[:consts], hosted):
+                found.add(id(e.origin))
+    return frozenset(found)

@@ -52,15 +52,19 @@ def loops_read_rows(
             params = e.origin.params
             first = params["cond_nconsts"]
             read = e.inputs[first : first + params["body_nconsts"]]
-            body = inline(params["body_jaxpr"])
-            tables = {
-                inside
-                for v, inside in zip(read, body.inputs, strict=False)
-                if v in hosted and body.types[inside].nbytes > _SMALL
-            }
-            if any(inner.driven for inner in rows_by_host(body, tables).equations):
+            if reads_rows(inline(params["body_jaxpr"]), read, hosted):
                 return True
     return False
+
+
+def reads_rows(body: FlatJaxpr, read: Sequence[Atom], hosted: Collection[int]) -> bool:
+    """The same of a body whose first inputs are what the loop reads in each iteration."""
+    tables = {
+        inside
+        for v, inside in zip(read, body.inputs, strict=False)
+        if v in hosted and body.types[inside].nbytes > _SMALL
+    }
+    return any(inner.driven for inner in rows_by_host(body, tables).equations)
 
 
 def lookups_first(flat: FlatJaxpr, most: int) -> FlatJaxpr:

@@ -62,7 +62,7 @@ def reads_rows(body: FlatJaxpr, read: Sequence[Atom], hosted: Collection[int]) -
     tables = {
         inside
         for v, inside in zip(read, body.inputs, strict=False)
-        if v in hosted and body.types[inside].nbytes > _SMALL
+        if isinstance(v, int) and v in hosted and body.types[inside].nbytes > _SMALL
     }
     return any(inner.driven for inner in rows_by_host(body, tables).equations)
 

@@ -246,7 +246,7 @@ def test_weights_that_fit_stay_on_the_device_while_the_loop_runs(place: Any):
     tokens = np.arange(8)
     beside = table.nbytes if place is on_device else 0
     gpu_bytes = 10 * LAYER + beside
-    fn = jturnip.jit(weights_read_again, gpu_bytes, link=jturnip.SimulatedLink(1e8, 1e8))
+    fn = jturnip.jit(weights_read_again, gpu_bytes, link=jturnip.SimulatedLink(1e7, 1e7))
     moved: list[int] = []
     with Watch(weights, table) as watch:
         for turns in (2, 12):

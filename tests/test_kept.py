@@ -333,7 +333,7 @@ def test_what_a_loop_reads_stays_for_the_next_call():
         return jax.lax.while_loop(lambda state: state[0] < turns, step, (0, x))[1]
 
     weights = new_weights()
-    f = jturnip.jit(generated, HALF)
+    f = jturnip.jit(generated, HALF, link=SLOW)
     numpys = [np.asarray(w) for w in weights]
     moved = []
     with Watch(weights) as watch:

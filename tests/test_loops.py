@@ -323,7 +323,8 @@ def test_a_model_that_samples_reads_its_weights_once_in_each_iteration():
     stack = list(weights(16))
     tokens, length = np.arange(8, dtype=np.float32), 100
     gpu_bytes = 10 * LAYER
-    f = jturnip.jit(sampled, gpu_bytes, static_argnums=2)
+    link = jturnip.SimulatedLink(5e7, 5e7)
+    f = jturnip.jit(sampled, gpu_bytes, static_argnums=2, link=link)
     wanted = jax.jit(sampled, static_argnums=2)(stack, tokens, length)
     assert_same(f(jturnip.host(stack), tokens, length), wanted)
     assert f.last_run.strategy == "driven"
@@ -347,7 +348,7 @@ def test_a_long_scan_that_looks_up_rows_is_driven_where_its_weights_fit():
         return lax.scan(step, tokens, length=200)[1]
 
     args = list(weights(8)), weights(32).reshape(-1, WIDTH), np.arange(8, dtype=np.int32)
-    f = jturnip.jit(fn, 12 * LAYER)
+    f = jturnip.jit(fn, 12 * LAYER, link=jturnip.SimulatedLink(5e7, 5e7))
     stack, table, tokens = args
     assert_same(f(jturnip.host(stack), jturnip.host(table), tokens), jax.jit(fn)(*args))
     assert len(f.last_run.plan.pieces) <= 3

@@ -307,7 +307,7 @@ def test_text_is_generated_with_what_fits_on_the_device(scanned: bool):
     wanted = jax.jit(generate)(params, prompt)
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     gpu_bytes = weights * 6 // 10
-    f = jturnip.jit(generate, gpu_bytes, link=jturnip.SimulatedLink(2e9, 2e9))
+    f = jturnip.jit(generate, gpu_bytes, link=jturnip.SimulatedLink(2e8, 2e8))
     there = jturnip.host(jax.tree.map(np.asarray, params))
     for _ in range(2):
         assert_bitwise(f(there, prompt), wanted)

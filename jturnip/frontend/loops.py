@@ -14,7 +14,7 @@ stays.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -119,7 +119,7 @@ def find_cuts(
     streaming: Streaming,
     inline: Callable[[Any], FlatJaxpr],
     held: Sequence[Type],
-    by_rows: Collection[int] = (),
+    by_rows: Callable[[Any], bool] = lambda scan: False,
 ) -> Cuts:
     """Decides what is cut.
 
@@ -128,7 +128,7 @@ def find_cuts(
       streaming: the sizes that count.
       inline: inlines the body of a scan.
       held: types of the arrays in host memory that could be cut.
-      by_rows: ids of scans that read rows of a table in host memory.
+      by_rows: says of a scan whether it reads rows of a table in host memory.
     """
     scans: set[int] = set()
     long: set[int] = set()
@@ -141,7 +141,7 @@ def find_cuts(
             count = None if id(eqn) in scans else _iterations_per_part(eqn, streaming)
             if count is None:
                 continue
-            if count == 1 and _only_repeats_itself(eqn, streaming, id(eqn) in by_rows):
+            if count == 1 and _only_repeats_itself(eqn, streaming, by_rows):
                 count = 0
             if count == 0:
                 long.add(id(eqn))
@@ -199,7 +199,9 @@ def _iterations_per_part(eqn: Any, streaming: Streaming) -> int | None:
     return min(length, max(fewest, min(int(worth) + 1, fitting), 1))
 
 
-def _only_repeats_itself(eqn: Any, streaming: Streaming, reads_rows: bool) -> bool:
+def _only_repeats_itself(
+    eqn: Any, streaming: Streaming, by_rows: Callable[[Any], bool]
+) -> bool:
     """Whether a scan whose iterations are tasks had better be driven.
 
     Each moves what it reads again: since that is more than the budget, or since the rows
@@ -213,8 +215,9 @@ def _only_repeats_itself(eqn: Any, streaming: Streaming, reads_rows: bool) -> bo
     passing = bytes_of(eqn.invars[consts + carry :]) + bytes_of(eqn.outvars)
     if passing > streaming.arena // _CARRIED:
         return False
-    moved = reads_rows or bytes_of(eqn.invars[:consts]) + passing > streaming.arena
-    return moved and _needs_the_last(body, consts, carry)
+    if not _needs_the_last(body, consts, carry):
+        return False
+    return bytes_of(eqn.invars[:consts]) + passing > streaming.arena or by_rows(eqn)
 
 
 def _needs_the_last(body: Any, consts: int, carry: int) -> bool:

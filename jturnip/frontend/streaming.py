@@ -101,13 +101,19 @@ class _Streamer:
         self._hosted: set[int] = set()
         self._held: dict[int, Stack] = {}
         self._slices: dict[tuple[int, int, int], int] = {}
-        held = [
-            *(flat.types[v] for i, v in enumerate(flat.inputs) if i in streaming.on_host),
-            *(flat.types[v] for v, a in flat.constants if streaming.is_on_host(a)),
-        ]
-        could_be_cut = [t for t in held if _can_be_cut(t.dtype)]
-        by_rows = _scans_that_read_rows(flat, streaming, seen)
-        self._cuts: Cuts = find_cuts(flat, streaming, seen.inline, could_be_cut, by_rows)
+        on_host = [v for i, v in enumerate(flat.inputs) if i in streaming.on_host]
+        on_host += [v for v, array in flat.constants if streaming.is_on_host(array)]
+        held = [t for t in map(flat.types.__getitem__, on_host) if _can_be_cut(t.dtype)]
+        scans = {id(e.origin): e for e in flat.equations if e.name == "scan"}
+        tables = frozenset(on_host)
+
+        def by_rows(scan: Any) -> bool:
+            if id(scan) not in scans:  # it is inside another
+                return False
+            read = scans[id(scan)].inputs[: scan_counts(scan)[0]]
+            return reads_rows(seen.inline(scan.params["jaxpr"]), read, tables)
+
+        self._cuts: Cuts = find_cuts(flat, streaming, seen.inline, held, by_rows)
 
     def result(self, flat: FlatJaxpr, forwarded: Forwarded) -> FlatJaxpr:
         builder, on_host = self._builder, self._streaming.on_host
@@ -546,18 +552,3 @@ def _shorter(scan: Any, length: int) -> Any:
 def _can_be_cut(dtype: Any) -> bool:
     """Whether rows lie in host memory as numpy has them: not so for keys and int4."""
     return not is_key(dtype) and not is_packed(dtype)
-
-
-def _scans_that_read_rows(
-    flat: FlatJaxpr, streaming: Streaming, seen: Seen
-) -> frozenset[int]:
-    """Scans that read rows of a table in host memory, by the id of their equation."""
-    hosted = {v for i, v in enumerate(flat.inputs) if i in streaming.on_host}
-    hosted.update(v for v, array in flat.constants if streaming.is_on_host(array))
-    found: set[int] = set()
-    for e in flat.equations if hosted and streaming.drive_long else ():
-        if e.name == "scan":
-            body, consts = seen.inline(e.origin.params["jaxpr"]), scan_counts(e.origin)[0]
-            if reads_rows(body, e.inputs[:consts], hosted):
-                found.add(id(e.origin))
-    return frozenset(found)

@@ -7,6 +7,7 @@ predicted to pay.
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +26,6 @@ from jturnip.programs.records import (
     KeptParts,
     Loop,
     Program,
-    Stage,
     Straight,
     kept_by_stage,
 )
@@ -65,7 +65,7 @@ class _Part:
         return dataclasses.replace(self.before, split=split)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Way:
     """What stays between runs, by the number of the stage."""
 
@@ -74,12 +74,12 @@ class _Way:
     # What loops keep anyway while they run.
     loops: Mapping[int, KeptParts]
 
-    @property
+    @functools.cached_property
     def by_stage(self) -> dict[int, KeptParts]:
         """What stays for each of them."""
         return {**{at: made.kept_parts for at, made in self.tasks.items()}, **self.loops}
 
-    @property
+    @functools.cached_property
     def all(self) -> KeptParts:
         """All that stays; stages share copies."""
         return {part: n for kept in self.by_stage.values() for part, n in kept.items()}
@@ -191,21 +191,19 @@ def _ways(
     if isinstance(program, Straight):
         yield from _spread(parts, room, arena)
         return
+    # What there may be on the device in any order of the ops of what is left as it is.
+    most = {
+        at: figures.most_bytes(stage.program.plan) + stage.waiting
+        for at, stage in enumerate(program.stages)
+        if at not in parts
+    }
     loops = _kept_by_loops(program, not_these)
     if loops:
         way = _Way(_sharing(parts, loops), loops)
-        lasting = [(at, s) for at, s in enumerate(program.stages) if at not in parts]
-        fits = all(_most_bytes(s) + way.beside(at) <= arena for at, s in lasting)
+        fits = all(nbytes + way.beside(at) <= arena for at, nbytes in most.items())
         if fits and _device_bytes(way.all) <= room:
             yield way
-    lasting = [s for at, s in enumerate(program.stages) if at not in parts]
-    most = max(map(_most_bytes, lasting), default=0)
-    yield from _spread(parts, min(room, arena - most), arena)
-
-
-def _most_bytes(stage: Stage) -> int:
-    """What there may be on the device in any order of the ops of a stage."""
-    return figures.most_bytes(stage.program.plan) + stage.waiting
+    yield from _spread(parts, min(room, arena - max(most.values(), default=0)), arena)
 
 
 def _kept_by_loops(chain: Chain, not_these: Collection[int]) -> dict[int, KeptParts]:
@@ -226,10 +224,11 @@ def _sharing(
 ) -> dict[int, Straight]:
     """Tasks that find on the device what loops keep there."""
     kept = {part for of_loop in loops.values() for part in of_loop}
-    return {
-        at: part.keeping([b for b in part.choice if part.before.split.starts[b] in kept])
-        for at, part in parts.items()
-    }
+    found: dict[int, Straight] = {}
+    for at, part in parts.items():
+        starts = part.before.split.starts
+        found[at] = part.keeping([b for b in part.choice if starts[b] in kept])
+    return found
 
 
 def _spread(parts: Mapping[int, _Part], most: int, arena: int) -> Iterator[_Way]:

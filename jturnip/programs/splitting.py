@@ -74,9 +74,9 @@ def split(
     arena = budget.arena(device)
     there = values_that_stay(flat, arguments)
     partitioner = Partitioner(flat, rates(device, accelerator), there)
-    _refuse_early(flat, partitioner, arguments, budget, used)
-    left = max(0, arena - sum(padded(flat.types[v].nbytes) for v in there))
-    groups = partitioner.partition(0 if finest else left // _SHARE)
+    left = arena - sum(padded(flat.types[v].nbytes) for v in there)
+    _refuse_early(flat, partitioner, arguments, budget, left, used)
+    groups = partitioner.partition(0 if finest else max(0, left) // _SHARE)
     staying = _not_to_be_lost(flat, arguments, repeated)
     compiled = None
     while True:
@@ -231,13 +231,13 @@ def _refuse_early(
     partitioner: Partitioner,
     arguments: Arguments,
     budget: Budget,
+    left: int,
     used: list[Executable],
 ) -> None:
-    """Refuses a hopeless budget after compiling the largest equations only."""
+    """Refuses a hopeless budget after compiling the largest equations only; so many bytes
+    are left beside what is on the device all the time."""
     arena = budget.arena(arguments.device)
-    there = values_that_stay(flat, arguments)
-    least = partitioner.least_bytes() + sum(padded(flat.types[v].nbytes) for v in there)
-    if max(least, bytes_at_start(flat, arguments)) <= arena:
+    if partitioner.least_bytes() <= left and bytes_at_start(flat, arguments) <= arena:
         return
     finest = _finest(flat, partitioner, arguments)
     bare, _ = build(flat, finest, arguments)

@@ -77,13 +77,12 @@ class LoopRunner:
         self._beside_body = both - sum(loop.body.constants.values())
         self._beside_condition += loop.unread[0]
         self._beside_body += loop.unread[1]
-        body = self._body
+        # The body, where it may find something on the device each time.
+        self._holding = self._body if isinstance(self._body, Outermost) else None
         # Arguments of which there are copies on the device for many runs, by position.
-        self.resident_arguments = (
-            body.resident_arguments
-            if loop.stays and isinstance(body, Outermost)
-            else frozenset[int]()
-        )
+        self.resident_arguments = frozenset[int]()
+        if loop.stays and self._holding is not None:
+            self.resident_arguments = self._holding.resident_arguments
 
     def leave(self) -> None:
         self._condition.leave()
@@ -96,13 +95,13 @@ class LoopRunner:
 
     def sources(self, leaves: Sequence[Any]) -> list[Source]:
         """As of `SplitRunner`; of a loop that `holds`."""
-        assert isinstance(self._body, Outermost)
-        return self._body.sources(leaves)
+        assert self._holding is not None
+        return self._holding.sources(leaves)
 
     def hold(self, leaves: Sequence[Any], kept: Kept) -> "Held | HeldByStages":
         """As of `SplitRunner`; of a loop that `holds`."""
-        assert isinstance(self._body, Outermost)
-        return self._body.hold(leaves, kept)
+        assert self._holding is not None
+        return self._holding.hold(leaves, kept)
 
     def run(
         self,
@@ -128,11 +127,11 @@ class LoopRunner:
         del asked
         run_body, moved = self._body.run, 0
         first_of_body = self._condition.plan.op_count
-        if isinstance(self._body, Outermost) and bool(np.asarray(goes_on)):
+        if self._holding is not None and bool(np.asarray(goes_on)):
             if held is None:
-                held = self._body.hold([*constants, *carried], Kept())
+                held = self._holding.hold([*constants, *carried], Kept())
                 moved = held.moved_bytes
-            run_body = functools.partial(self._body.run, held=held)
+            run_body = functools.partial(self._holding.run, held=held)
         while bool(np.asarray(goes_on)):
             arguments = [*constants, *carried]
             carried.clear()

@@ -122,6 +122,14 @@ def test_what_runs_in_the_loop_lets_nothing_else_begin():
     assert held.seconds == 6.0
 
 
+def test_the_loop_takes_its_time_to_start_a_task_behind_another():
+    ops = [(COMPUTE, 4.0), (COMPUTE, 4.0), (H2D, 1.0), (H2D, 1.0)]
+    report = simulate(a_schedule(ops, {3: [2]}, [1.5, 1.5, 0.0, 0.0]))
+    # It hears of the first copy when both calls have returned.
+    ends = dict(zip(report.order, report.ends, strict=True))
+    assert ends == {0: 4.0, 1: 8.0, 2: 1.0, 3: 4.0}
+
+
 def test_time_does_not_run_backwards():
     ops = [(COMPUTE, 1.0), (H2D, 0.25), (H2D, 0.25), (COMPUTE, 1.0)]
     report = simulate(a_schedule(ops, {3: [0]}, [0.0, 1.0, 1.0, 0.0]))

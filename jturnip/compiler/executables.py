@@ -12,12 +12,10 @@ An executable lives as long as a program that uses it.
 """
 
 import concurrent.futures
-import contextlib
 import os
-import statistics
 import time
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -25,19 +23,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jturnip import compat, memory
+from jturnip import compat
 from jturnip.compat import Device
-from jturnip.compiler.nans import unheard
 from jturnip.compiler.origin import Origin, compile_lowered
 from jturnip.compiler.progress import progress_bar
 from jturnip.compiler.report import CompileReport
+from jturnip.compiler.trials import may_be_tried
 from jturnip.frontend import costs
-from jturnip.frontend.hints import CALLS_OUT, calls_out, nested
+from jturnip.frontend.hints import calls_out
 from jturnip.frontend.keys import constant_key, context_key, params_key, type_key
 from jturnip.frontend.partition import Group
 from jturnip.frontend.values import Constant, FlatJaxpr, Type, is_key, is_packed
 from jturnip.native import marks
-from jturnip.native.queue import make_queue
 from jturnip.units import GRANULE
 
 
@@ -66,12 +63,8 @@ class Executable:
 
 # Shared by all functions of the process, while one of them has it.
 _CACHE: "weakref.WeakValueDictionary[Hashable, Executable]" = weakref.WeakValueDictionary()
-# An executable is tried out a few times more while that takes no longer than this.
-_TRIAL_SECONDS = 0.01
 # How often the progress bar is drawn anew while nothing gets done.
 _REFRESH_SECONDS = 0.25
-# What has to be known before it is run on zeros: that it ends, and calls nobody.
-_NOT_TRIED = CALLS_OUT | {"while"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -404,100 +397,6 @@ def _compile(
 def _settling(jitted: Any) -> Callable[..., Sequence[jax.Array]]:
     """`jitted`, for arrays that do not know which memory they came to."""
     return lambda *operands: jitted(*(compat.settled(o, True) for o in operands))
-
-
-def _can_be_made_up(dtype: Any) -> bool:
-    return not is_key(dtype) and not is_packed(dtype)
-
-
-def may_be_tried(eqns: Iterable[Any], dtypes: Iterable[Any]) -> bool:
-    """Whether equations may be run on zeros: it is known that they end and call nobody, and
-    operands of these types can be made up."""
-    return all(map(_may_be_tried, eqns)) and all(map(_can_be_made_up, dtypes))
-
-
-def _may_be_tried(eqn: Any) -> bool:
-    if eqn.effects or eqn.primitive.name in _NOT_TRIED:
-        return False
-    bodies = (getattr(closed, "jaxpr", closed) for closed in nested(eqn))
-    return all(_may_be_tried(e) for body in bodies for e in body.eqns)
-
-
-class Trials:
-    """What trying executables out may take on the device, and what it took.
-
-    Attributes:
-      there: bytes that are in use meanwhile.
-      room: bytes that a trial may use.
-      alone: a context in which nothing else of the function runs.
-      peak_bytes: the most that was in use; zero while nothing was tried.
-    """
-
-    def __init__(
-        self,
-        there: int,
-        room: int,
-        alone: Callable[[], contextlib.AbstractContextManager[None]],
-    ):
-        self.alone = alone
-        self.there = there
-        self.room = room
-        self.peak_bytes = 0
-
-
-def try_out(
-    executables: Sequence[tuple[Executable, int]],
-    sharding: jax.sharding.Sharding,
-    trials: Trials,
-) -> None:
-    """Warms executables and measures each, the median of a few calls on zeros.
-
-    Args:
-      executables: each with the bytes that a call takes, operands and all; one that was
-        measured before, that must not be tried, or that takes too much is left alone.
-      sharding: the device.
-      trials: what there is room for.
-    """
-    untried = [
-        (executable, nbytes)
-        for executable, nbytes in executables
-        if executable.may_be_tried and executable.seconds is None and nbytes <= trials.room
-    ]
-    if not untried:
-        return
-    queue = make_queue()
-    slot = queue.open_slot() if queue.has_marks else -1
-    token = memory.from_numpy(np.asarray(slot, np.int32), sharding)
-    with trials.alone(), unheard():  # zeros make NaNs that are nobody's
-        for executable, nbytes in untried:
-            executable.seconds, executable.dispatch_seconds = _seconds(
-                executable, sharding, token
-            )
-            trials.peak_bytes = max(trials.peak_bytes, trials.there + nbytes + 2 * GRANULE)
-    if queue.has_marks:
-        queue.close_slot(slot)
-
-
-def _seconds(
-    executable: Executable, sharding: jax.sharding.Sharding, token: jax.Array
-) -> tuple[float, float]:
-    """Of a call, and until it returns: a CPU runs what is small in the caller's thread."""
-    arguments = [memory.zeros(a, sharding) for a in executable.arguments]
-    arguments += [token] if executable.marked else []
-    seconds: list[float] = []
-    dispatch: list[float] = []
-    while len(seconds) < 3 or (len(seconds) < 8 and sum(seconds) < _TRIAL_SECONDS):
-        for _, i in executable.overwrites if seconds else ():  # used up by the last call
-            arguments[i] = memory.zeros(executable.arguments[i], sharding)
-        jax.block_until_ready(arguments)
-        began = time.perf_counter()
-        results = executable.call(*arguments)
-        dispatch.append(time.perf_counter() - began)
-        jax.block_until_ready(results)
-        seconds.append(time.perf_counter() - began)
-        del results  # there is no room for those of two calls
-    # The first is slow.
-    return statistics.median(seconds[1:]), statistics.median(dispatch[1:])
 
 
 # -- keys ------------------------------------------------------------------------------

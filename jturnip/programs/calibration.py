@@ -2,9 +2,10 @@
 
 Once in a process for each device, when tasks are first tried out on it. A CPU copies with
 the cores that also compute. A task is divided evenly among them and over when the last one
-is through, so it loses more than the seconds of the copy divided by the cores: what
-products lose is measured with copies beside them. An accelerator has engines for copies,
-which take a hundredth or so of its memory's bandwidth: that is not measured.
+is through, so it loses more than the seconds of the copy divided by the cores, and no more
+than all of them: what products lose is measured with copies beside them. An accelerator has
+engines for copies, which take a hundredth or so of its memory's bandwidth: that is not
+measured.
 """
 
 import contextlib
@@ -23,7 +24,7 @@ import numpy as np
 
 from jturnip import memory, placement
 from jturnip.compat import Device
-from jturnip.compiler.executables import Trials
+from jturnip.compiler.trials import Trials
 from jturnip.runtime import waiters
 from jturnip.runtime.schedule import Link
 from jturnip.units import GRANULE
@@ -45,7 +46,7 @@ _WARM_UP = 4
 # so many bytes a second. What one round finds may be off by all of it.
 _ROUNDS = 24
 _SECONDS = 0.01
-_BESIDE = 1e9
+_BESIDE = 4e9
 # Products beside which copies are started, the most one takes, and copies beside each.
 _PRODUCTS = 24
 _SHORT_BYTES = 1 << 20
@@ -93,21 +94,21 @@ def _measured(device: Device, nbytes: int) -> Link:
         nbytes / max(many.seconds - few.seconds, many.seconds / 10)
         for few, many in zip(small, large, strict=True)
     )
-    latency = max(copies.seconds for copies in small)
+    latency = max(copies.seconds - copies.issue_seconds for copies in small)
     issue = statistics.mean(copies.issue_seconds for copies in small)
     # To hear of one takes the loop some tens of calls too: 45 µs where this was 55.
     heard = issue
     if device.platform != "cpu":
         return Link(h2d, d2h, latency, issue, heard)
     with contextlib.suppress(Exception):  # as below
-        issue = max(issue, _issue_beside_products(nbytes, ways))
-    # Of each, the cores' own time at least.
-    each, lost = (
-        statistics.mean(copies.busy_seconds for copies in some) / _cores()
-        for some in (small, large)
+        issue = max(issue, _small_beside_products(nbytes, ways).issue_seconds)
+    each, busy = (
+        statistics.mean(copies.busy_seconds for copies in some) for some in (small, large)
     )
+    each /= _cores()
+    lost = busy / _cores()
     with contextlib.suppress(Exception):  # where the caller's settings allow no product
-        lost = max(lost, _lost_to_a_copy(nbytes, ways))
+        lost = min(max(lost, _lost_to_a_copy(nbytes, ways)), busy)
     per_byte = max(0.0, lost - each) / nbytes
     return Link(h2d, d2h, latency, issue, heard, each, per_byte)
 
@@ -116,19 +117,13 @@ def _copies(nbytes: int, source: _Sharding, target: _Sharding) -> _Copies:
     """Copies one after the other, each waited for by a thread, as in a run."""
     array = memory.zeros(jax.ShapeDtypeStruct((nbytes // 4,), np.float32), source)
     jax.block_until_ready(array)
-    over = threading.Semaphore(0)
-    seconds, issue, busy = [], [], []
-    for _ in range(_SMALL_COPIES if nbytes == _SMALL_BYTES else _LARGE_COPIES):
-        began, busy_before = time.perf_counter(), time.process_time()
-        copy = memory.transferred(array, target)
-        waiters.submit(waiters.Job([copy], lambda error, ready: over.release()))
-        issue.append(time.perf_counter() - began)
-        over.acquire()
-        seconds.append(time.perf_counter() - began)
-        busy.append(time.process_time() - busy_before)
+    times = [
+        _copy(array, target)
+        for _ in range(_SMALL_COPIES if nbytes == _SMALL_BYTES else _LARGE_COPIES)
+    ]
     # A quarter of them is not disturbed, and finds memory that need not be made first.
-    first_quarter = lambda times: statistics.quantiles(times[_WARM_UP:], n=4)[0]
-    return _Copies(first_quarter(seconds), first_quarter(issue), first_quarter(busy))
+    first_quarter = lambda some: statistics.quantiles(some, n=4)[0]
+    return _Copies(*map(first_quarter, zip(*times[_WARM_UP:], strict=True)))
 
 
 def _product(nbytes: int, ways: Sequence[tuple[_Sharding, _Sharding]]) -> tuple[Any, Any]:
@@ -138,14 +133,15 @@ def _product(nbytes: int, ways: Sequence[tuple[_Sharding, _Sharding]]) -> tuple[
     return jax.jit(jnp.matmul).lower(operand, operand).compile(), operand
 
 
-def _issue_beside_products(
+def _small_beside_products(
     nbytes: int, ways: Sequence[tuple[_Sharding, _Sharding]]
-) -> float:
-    """Seconds in which a small copy is started while the cores compute.
+) -> _Copies:
+    """Small copies while the cores compute.
 
     Few beside each product: many one after the other find all that they need in the
     caches, as those of a run do not. Some wait for milliseconds until a core is free. That
-    is none of the loop's time: where it held up the computing, a core would be free.
+    is none of the loop's time: where it held up the computing, a core would be free. So the
+    median counts.
     """
     product, operand = _product(min(nbytes, _SHORT_BYTES), ways)
     arrays = [
@@ -153,20 +149,28 @@ def _issue_beside_products(
         for source, _ in ways
     ]
     jax.block_until_ready((arrays, product(operand, operand)))
-    issue: list[float] = []
+    times: list[tuple[float, float, float]] = []
     for at in range(_PRODUCTS):
         result = product(operand, operand)
         for _ in range(_ISSUED):
             if result.is_ready():
                 break
-            began = time.perf_counter()
-            over = threading.Event()
-            copy = memory.transferred(arrays[at % 2], ways[at % 2][1])
-            waiters.submit(waiters.Job([copy], lambda error, ready, o=over: o.set()))
-            issue.append(time.perf_counter() - began)
-            over.wait()
+            times.append(_copy(arrays[at % 2], ways[at % 2][1]))
         jax.block_until_ready(result)
-    return statistics.median(issue)
+    return _Copies(*map(statistics.median, zip(*times, strict=True)))
+
+
+def _copy(array: jax.Array, target: _Sharding) -> tuple[float, float, float]:
+    """One copy, waited for by a thread, as in a run: its seconds, of its start, of the
+    cores."""
+    over = threading.Semaphore(0)
+    began, busy_before = time.perf_counter(), time.process_time()
+    copy = memory.transferred(array, target)
+    waiters.submit(waiters.Job([copy], lambda error, ready: over.release()))
+    issued = time.perf_counter()
+    over.acquire()
+    ended, busy = time.perf_counter(), time.process_time()
+    return ended - began, issued - began, busy - busy_before
 
 
 def _lost_to_a_copy(nbytes: int, ways: Sequence[tuple[_Sharding, _Sharding]]) -> float:

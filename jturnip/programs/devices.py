@@ -42,10 +42,11 @@ def link_of(device: Device, over: SimulatedLink | Link | None) -> Link:
     real = measured_link(device) or expected
     if over is None:
         return real
-    # The copies are real, and told of no earlier than they are made.
+    # The copies are real, and told of no earlier than they are made, by one more thread.
     return dataclasses.replace(
         real,
         h2d_bytes_per_second=min(over.h2d_bytes_per_second, real.h2d_bytes_per_second),
         d2h_bytes_per_second=min(over.d2h_bytes_per_second, real.d2h_bytes_per_second),
-        latency_seconds=max(over.latency_seconds, real.latency_seconds),
+        latency_seconds=max(over.latency_seconds, real.latency_seconds)
+        + real.heard_seconds,
     )

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from jturnip import placement
-from jturnip.compiler import executables as compiler
-from jturnip.compiler.executables import Executable, Trials
+from jturnip.compiler.executables import Executable
+from jturnip.compiler.trials import Trials, try_out
 from jturnip.errors import HostMemoryError
 from jturnip.frontend import hints
 from jturnip.frontend.values import Equation
@@ -53,7 +53,7 @@ def measure(candidate: Split, trials: Trials) -> Split:
         needs = padded(task.workspace) + sum(padded(b.nbytes) for b in arrays)
         largest[task.executable] = max(needs, largest[task.executable])
     device = candidate.arguments.device
-    compiler.try_out(
+    try_out(
         list(zip(candidate.executables, largest, strict=True)),
         placement.sharding(device, on_host=False),
         trials,

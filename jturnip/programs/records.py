@@ -14,8 +14,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from jturnip.compiler.executables import Executable, Trials
+from jturnip.compiler.executables import Executable
 from jturnip.compiler.report import CompileReport
+from jturnip.compiler.trials import Trials
 from jturnip.frontend import tables
 from jturnip.frontend.partition import Group
 from jturnip.frontend.values import FlatJaxpr, Parts, Window

@@ -5,8 +5,8 @@ rate. A copy begins once what it depends on is really over, even where the state
 issue it earlier. What a copy costs the computing beside it is taken from the compute engine
 when the copy starts: it delays the next task, unless that has to wait for longer anyway.
 The loop starts one op after the other and hears of none meanwhile, and it takes a while
-to hear of one. A task that has to wait for its operands is started at once, though it runs
-later.
+to hear of one. A CPU does a small task within the call that starts it, unless it has to
+wait: then the call returns at once.
 """
 
 import heapq
@@ -48,20 +48,29 @@ class _VirtualEngines:
         engine = self._schedule.engines[op]
         moves = self._schedule.moves[op]
         end = self._over[op]
-        if moves:
+        if engine == COMPUTE:
+            end = self._run(op, end)
+        elif engine != NONE:
             self._now += self._schedule.dispatch_seconds[op]
-        if engine != NONE:
             begin = max(self._now, self._free[engine], end)
             end = self._free[engine] = begin + self._schedule.seconds[op]
-            if moves:
-                end += self._link.latency_seconds
-                self._free[COMPUTE] += self._link.lost_seconds(moves)
-            elif begin == self._now:  # a CPU runs what is small within the call
-                self._now += self._schedule.dispatch_seconds[op]
+            end += self._link.latency_seconds
+            self._free[COMPUTE] += self._link.lost_seconds(moves)
+        if engine != NONE:
             heapq.heappush(self._events, (end, op))
         for successor in self._schedule.successors[op]:
             if end > self._over[successor]:
                 self._over[successor] = end
+
+    def _run(self, op: int, ready: float) -> float:
+        """When a task is over whose operands are there at `ready`."""
+        seconds = self._schedule.seconds[op]
+        dispatch = self._schedule.dispatch_seconds[op]
+        begin = max(self._now, self._free[COMPUTE], ready)
+        if begin == self._now or dispatch < seconds:
+            self._now += dispatch
+        self._free[COMPUTE] = begin + seconds
+        return self._free[COMPUTE]
 
     def wait(self, few_runs: int) -> list[tuple[int, float]]:
         self._now = max(self._now, self._events[0][0])

@@ -12,8 +12,9 @@ from typing import Any
 import jax
 
 from jturnip import compat, memory, placement
-from jturnip.compiler.executables import Trials, compile_whole
+from jturnip.compiler.executables import compile_whole
 from jturnip.compiler.report import CompileReport
+from jturnip.compiler.trials import Trials
 from jturnip.errors import DoesNotFit, HostMemoryError, UnsupportedError
 from jturnip.frontend.flatten import flatten
 from jturnip.frontend.inline import pruned_arguments

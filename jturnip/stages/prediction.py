@@ -7,7 +7,8 @@ from typing import Any
 
 import jax
 
-from jturnip.compiler.executables import Executable, Trials, may_be_tried, try_out
+from jturnip.compiler.executables import Executable
+from jturnip.compiler.trials import Trials, may_be_tried, try_out
 from jturnip.frontend.values import Type
 from jturnip.graph.plan import Plan
 from jturnip.graph.report import RunReport

@@ -1,0 +1,122 @@
+"""Tests of `jturnip.compiler.trials`."""
+
+import contextlib
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jturnip import placement
+from jturnip.compiler.executables import Executable
+from jturnip.compiler.trials import Trials, try_out
+from jturnip.units import GRANULE
+
+
+MIB = 1 << 20
+
+
+class Recorded:
+    """What is called in which order, on operands of which age."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def executable(
+        self, name: str, nbytes: int = MIB, may_be_tried: bool = True
+    ) -> Executable:
+        return Executable(
+            call=functools.partial(self._call, name),
+            marked=False,
+            workspace=0,
+            flops=0.0,
+            bytes_accessed=0.0,
+            arguments=(jax.ShapeDtypeStruct((nbytes // 4,), np.float32),),
+            may_be_tried=may_be_tried,
+        )
+
+    def _call(self, name: str, operand: jax.Array) -> Sequence[jax.Array]:
+        self.calls.append(name)
+        return [operand]
+
+
+def trials_in(room: int) -> Trials:
+    return Trials(1000, room, contextlib.nullcontext)
+
+
+def tried(executables: Sequence[Executable], trials: Trials, needs: int = MIB) -> None:
+    where = placement.sharding(jax.devices()[0], on_host=False)
+    try_out([(executable, needs) for executable in executables], where, trials)
+
+
+def test_all_are_called_before_the_first_is_called_again():
+    recorded, trials = Recorded(), trials_in(64 * MIB)
+    executables = [recorded.executable(name) for name in "abc"]
+    tried(executables, trials)
+    assert recorded.calls == list("abc" * 6)
+    for executable in executables:
+        assert executable.seconds is not None
+        assert executable.seconds >= executable.dispatch_seconds > 0
+
+
+def test_operands_of_many_are_made_before_the_first_call(monkeypatch: pytest.MonkeyPatch):
+    recorded, trials = Recorded(), trials_in(64 * MIB)
+    make = "jturnip.compiler.trials._Trial.make_operands"
+    made: list[int] = []
+
+    def make_operands(trial: Any, sharding: jax.sharding.Sharding) -> None:
+        made.append(len(recorded.calls))
+        trial._operands = [jax.device_put(np.zeros(4, np.float32), sharding)]
+
+    monkeypatch.setattr(make, make_operands)
+    tried([recorded.executable(name) for name in "abc"], trials)
+    assert made == [3 * (k // 3) for k in range(18)]
+    assert trials.peak_bytes == 1000 + 3 * MIB + 2 * GRANULE
+
+
+def test_operands_are_made_together_as_far_as_there_is_room():
+    recorded, trials = Recorded(), trials_in(5 * MIB // 2)
+    tried([recorded.executable(name) for name in "abc"], trials)
+    assert recorded.calls == list("abc" * 6)
+    assert trials.peak_bytes == 1000 + 2 * MIB + 2 * GRANULE
+
+
+def test_what_has_no_room_or_must_not_be_tried_is_left_alone():
+    recorded, trials = Recorded(), trials_in(MIB // 2)
+    large = recorded.executable("large")
+    tried([large], trials)
+    assert (recorded.calls, large.seconds, trials.peak_bytes) == ([], None, 0)
+    barred, trials = recorded.executable("barred", may_be_tried=False), trials_in(64 * MIB)
+    tried([barred], trials)
+    assert (recorded.calls, barred.seconds, trials.peak_bytes) == ([], None, 0)
+
+
+def test_what_was_measured_is_not_tried_again():
+    recorded = Recorded()
+    executable = recorded.executable("a")
+    tried([executable], trials_in(64 * MIB))
+    before = executable.seconds, len(recorded.calls)
+    tried([executable], trials := trials_in(64 * MIB))
+    assert (executable.seconds, len(recorded.calls)) == before
+    assert trials.peak_bytes == 0
+
+
+def test_a_long_one_has_no_more_than_two_turns(monkeypatch: pytest.MonkeyPatch):
+    recorded = Recorded()
+    monkeypatch.setattr("jturnip.compiler.trials._TRIAL_SECONDS", 0.0)
+    tried([recorded.executable(name) for name in "ab"], trials_in(64 * MIB))
+    assert recorded.calls == list("ab" * 3)  # with the first call, which is slow
+
+
+def test_a_trial_that_fails_says_so_and_leaves_nothing_measured():
+    def fails(operand: jax.Array) -> Sequence[jax.Array]:
+        raise RuntimeError("no")
+
+    recorded = Recorded()
+    executable = recorded.executable("a")
+    executable.call = fails
+    with pytest.raises(RuntimeError, match="no"):
+        tried([executable], trials_in(64 * MIB))
+    assert executable.seconds is None

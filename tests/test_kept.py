@@ -24,6 +24,8 @@ WIDTH, LAYERS = 128, 8
 WEIGHT = WIDTH * WIDTH * 4
 ALL = LAYERS * WEIGHT
 HALF = (ALL + 6 * WEIGHT) // 2
+# Over this link what stays surely pays.
+SLOW = jturnip.SimulatedLink(2e8, 2e8)
 
 
 def layers(weights: list[Any], x: Any) -> Any:
@@ -135,7 +137,7 @@ def test_a_function_that_needs_the_memory_has_others_give_it_back(
 
 def test_from_the_second_call_on_only_what_cannot_stay_is_moved():
     weights = new_weights()
-    f = jturnip.jit(layers, HALF)
+    f = jturnip.jit(layers, HALF, link=SLOW)
     moved, want = [], np.asarray(expected(weights))
     with Watch(weights) as watch:
         for _ in range(3):
@@ -154,7 +156,7 @@ def test_from_the_second_call_on_only_what_cannot_stay_is_moved():
 
 def test_a_function_that_fits_finds_its_weights():
     weights = new_weights()
-    f = jturnip.jit(layers, 4 * ALL)
+    f = jturnip.jit(layers, 4 * ALL, link=SLOW)
     for moved in (ALL, 0, 0):
         assert_same(f(weights, X), expected(weights))
         assert f.last_run.strategy == "whole"
@@ -169,7 +171,7 @@ def test_a_function_that_fits_finds_its_weights():
 @pytest.mark.parametrize("gpu_bytes", [HALF, 4 * ALL])
 def test_other_weights_are_other_weights(gpu_bytes: int):
     one, other = new_weights(1), new_weights(2)
-    f = jturnip.jit(layers, gpu_bytes)
+    f = jturnip.jit(layers, gpu_bytes, link=SLOW)
     for weights in (one, one, other, other, one, [*one[:4], *other[4:]], other):
         with Watch(one, other):
             assert_same(f(weights, X), expected(weights))
@@ -180,7 +182,7 @@ def test_other_weights_are_other_weights(gpu_bytes: int):
 
 def test_what_is_never_the_same_is_not_kept():
     weights = new_weights()
-    f = jturnip.jit(layers, HALF)
+    f = jturnip.jit(layers, HALF, link=SLOW)
     fresh: list[Any] = list(weights)
     f(fresh, X)
     for seed in range(4):
@@ -197,7 +199,7 @@ def test_what_is_never_the_same_is_not_kept():
 def test_numpy_may_change_between_calls():
     weights: list[Any] = [np.array(w) for w in new_weights()]
     for gpu_bytes in (HALF, 4 * ALL):
-        f = jturnip.jit(layers, gpu_bytes)
+        f = jturnip.jit(layers, gpu_bytes, link=SLOW)
         for k in range(3):
             weights[2][:] = k / WIDTH
             assert_same(f(weights, X), expected(weights))
@@ -207,7 +209,7 @@ def test_numpy_may_change_between_calls():
 @pytest.mark.parametrize("gpu_bytes", [HALF, 4 * ALL])
 def test_numpy_in_the_place_of_an_array_may_change_too(gpu_bytes: int):
     weights: list[Any] = list(new_weights())
-    compiled = jturnip.jit(layers, gpu_bytes).lower(weights, X).compile()
+    compiled = jturnip.jit(layers, gpu_bytes, link=SLOW).lower(weights, X).compile()
     compiled(weights, X)
     weights[0] = np.array(weights[0])
     for k in range(4):
@@ -240,7 +242,7 @@ def test_what_is_given_up_is_not_kept():
 
 def test_closed_over_weights_are_kept():
     weights = new_weights()
-    f = jturnip.jit(lambda x: layers(weights, x), HALF)
+    f = jturnip.jit(lambda x: layers(weights, x), HALF, link=SLOW)
     for _ in range(3):
         assert_same(f(X), expected(weights))
     assert f.last_run.kept_bytes > 0
@@ -256,7 +258,7 @@ def test_a_chain_keeps_what_its_tasks_read():
     weights = new_weights()
     table = jturnip.host(np.tile(X, (512, 1)))  # 2 MiB
     tokens = np.arange(8, dtype=np.int32) * 3
-    f = jturnip.jit(embedded, HALF)
+    f = jturnip.jit(embedded, HALF, link=SLOW)
     want = jax.jit(embedded)(np.asarray(table), [np.asarray(w) for w in weights], tokens)
     moved = []
     with Watch(weights) as watch:
@@ -368,7 +370,7 @@ def with_early_results(weights: list[Any], x: Any, wide: Any) -> Any:
 def test_results_find_room_beside_what_is_kept(rows: int, share: int):
     weights, gpu_bytes = new_weights(), share * WEIGHT
     x, wide = np.tile(X, (48, 1)), np.tile(X, (rows // 8, 1))
-    f = jturnip.jit(with_early_results, gpu_bytes)
+    f = jturnip.jit(with_early_results, gpu_bytes, link=SLOW)
     want = jax.jit(with_early_results)([np.asarray(w) for w in weights], x, wide)
     places: list[set[str]] = []
     with Watch([*weights, x, wide]) as watch:
@@ -393,7 +395,8 @@ def twice(table: Any, weights: list[Any], tokens: Any) -> Any:
 def test_a_chain_keeps_no_argument_that_is_not_the_callers_for_long(place: str):
     table = jturnip.host(np.tile(X, (512, 1)))
     tokens = np.arange(8, dtype=np.int32) * 3
-    f = jturnip.jit(twice, HALF, donate_argnums=1 if place == "donated" else ())
+    donated = 1 if place == "donated" else ()
+    f = jturnip.jit(twice, HALF, donate_argnums=donated, link=SLOW)
     for _ in range(2):
         weights: list[Any] = new_weights()
         numpys = [np.asarray(w) for w in weights]
@@ -409,7 +412,7 @@ def scanned(stack: Any, x: Any) -> Any:
 
 def test_parts_of_a_stack_are_kept():
     stack = jturnip.host(np.stack([np.asarray(w) for w in new_weights()]))
-    f = jturnip.jit(scanned, HALF)
+    f = jturnip.jit(scanned, HALF, link=SLOW)
     for _ in range(3):
         assert_same(f(stack, X), jax.jit(scanned)(np.asarray(stack), X))
         assert f.last_run.peak_bytes <= HALF
@@ -430,7 +433,7 @@ def bytes_there() -> int:
 def test_it_is_given_back(gpu_bytes: int):
     weights = new_weights()
     before = bytes_there()
-    f = jturnip.jit(layers, gpu_bytes)
+    f = jturnip.jit(layers, gpu_bytes, link=SLOW)
     f(weights, X)
     kept = f.last_run.kept_bytes
     few = WEIGHT // 4  # of marks
@@ -450,7 +453,7 @@ def test_it_is_given_back(gpu_bytes: int):
 
 def test_another_signature_has_the_budget_to_itself():
     weights, wide = new_weights(), np.tile(X, (40, 1))
-    f = jturnip.jit(layers, HALF)
+    f = jturnip.jit(layers, HALF, link=SLOW)
     for x in (X, wide, X, X, wide, wide):
         with Watch(weights):
             assert_same(f(weights, x), expected(weights, x))
@@ -459,7 +462,7 @@ def test_another_signature_has_the_budget_to_itself():
 
 def test_a_result_passed_again_finds_room():
     weights = new_weights()
-    f = jturnip.jit(layers, HALF)
+    f = jturnip.jit(layers, HALF, link=SLOW)
     x, want = X, X
     for _ in range(4):
         x, want = f(weights, x), expected(weights, want)
@@ -479,7 +482,7 @@ def test_after_an_error_nothing_is_kept():
         shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
         return layers(weights[4:], jax.pure_callback(check, shape, layers(weights[:4], x)))
 
-    f = jturnip.jit(called, HALF)
+    f = jturnip.jit(called, HALF, link=SLOW)
     f(weights, X)
     assert f._turn.kept
     fails[0] = True
@@ -494,7 +497,7 @@ def test_a_gradient_has_what_is_kept_leave():
     weights = new_weights()
     loss = lambda weights, x: jnp.sum(layers(weights, x))
     budget = 2 * HALF
-    f = jturnip.jit(loss, budget)
+    f = jturnip.jit(loss, budget, link=SLOW)
     want = jax.grad(loss)([np.asarray(w) for w in weights], X)
     for _ in range(2):
         f(weights, X)
@@ -505,7 +508,7 @@ def test_a_gradient_has_what_is_kept_leave():
 
 def test_what_comes_next_is_predicted():
     weights = new_weights()
-    lowered = jturnip.jit(layers, HALF).lower(weights, X)
+    lowered = jturnip.jit(layers, HALF, link=SLOW).lower(weights, X)
     predicted = lowered.predict("A100 80GB")
     assert 0 < predicted.kept_bytes < HALF
     assert predicted.h2d_bytes == ALL - predicted.kept_bytes
@@ -518,7 +521,6 @@ def test_what_comes_next_is_predicted():
 # --- Beside what comes and goes for other reasons.
 
 BUDGET = 1_000_000
-SLOW = jturnip.SimulatedLink(2e8, 2e8)
 
 
 def many(number: int, *shape: int) -> list[Any]:
@@ -589,7 +591,7 @@ def test_what_is_kept_leaves_room_for_results_that_wait_in_host_memory():
 
     (table,), (w,) = many(1, 4096, 128), many(1, 100_000)
     tokens, y = np.arange(8, dtype=np.int32), np.ones((8, 878), np.float32)
-    f = jturnip.jit(fn, BUDGET, static_argnums=0)
+    f = jturnip.jit(fn, BUDGET, static_argnums=0, link=SLOW)
     for _ in range(2):
         jax.block_until_ready(f(0, w))
         results = jax.block_until_ready(f(1, table, tokens, y))

@@ -14,6 +14,7 @@
 | `jax._src.traceback_util` | hides frames that are not the user's | shows them |
 | `to_lojax` of `call_hi_primitive` | what it does is split | one task |
 | `impl` of `random_gamma` | the same | the same |
+| `_bcoo_dot_general_impl` and its like | the same | the same |
 | `jax._src.core.trace_state_clean` | no trace is going on, quickly | asks each time |
 | `jax._src.core.trace_ctx` | `jax.checkpoint` keeps the budget | it is inlined there |
 | `jax._src.core.pytype_aval_mappings` | closed-over arrays in host memory | JAX refuses |
@@ -24,6 +25,7 @@ It also reads what JAX offers publicly but does not describe to type checkers.
 import contextlib
 import functools
 import os
+import sys
 import sysconfig
 import threading
 from collections.abc import Callable, Hashable, Iterator
@@ -352,22 +354,31 @@ def is_nan_error(error: BaseException) -> bool:
     return internal or isinstance(error, FloatingPointError)
 
 
+# What operations on sparse arrays begin with, that JAX writes with those on dense ones.
+_SPARSE = ("bcoo_", "bcsr_")
+
+
 def expanded(eqn: Any) -> Any:
     """What an equation stands for, as a jaxpr of the operations that JAX writes it with;
     None for one that is an operation itself, or where this jax cannot say.
 
-    `jax.random.gamma` is one, and since JAX 0.12 `jnp.searchsorted` and others are.
+    `jax.random.gamma` is one, those of `jax.experimental.sparse` are, and since JAX 0.12
+    `jnp.searchsorted` and others.
     """
     try:
         if eqn.primitive.name == "call_hi_primitive":
             function = functools.partial(eqn.primitive.to_lojax, **eqn.params)
         elif eqn.primitive.name == "random_gamma":  # as it is lowered
             function = functools.partial(eqn.primitive.impl, use_vmap=True, **eqn.params)
+        elif eqn.primitive.name.startswith(_SPARSE):  # as they are lowered
+            module = sys.modules[f"jax.experimental.sparse.{eqn.primitive.name[:4]}"]
+            impl: Any = getattr(module, f"_{eqn.primitive.name}_impl")
+            function = functools.partial(impl, **eqn.params)
         else:
             return None
         with _lines.user_context(eqn.source_info.traceback), eqn.ctx.manager:
             return jax.make_jaxpr(function)(*(v.aval for v in eqn.invars))
-    except (AttributeError, TypeError):  # other names or signatures in this version
+    except (AttributeError, KeyError, TypeError):  # other names or signatures here
         return None
 
 

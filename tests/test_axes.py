@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from checks import assert_same, memory_kinds, whole_bytes
 from jax import lax
+from jax.experimental import sparse
 
 import jturnip
 from jturnip.frontend import blocks, shifting
@@ -857,3 +858,26 @@ def test_blocks_are_taken_where_parts_would_be_moved_often():
     assert_same(f(jturnip.host(links)), jax.jit(ranks)(links), ulps=64)  # other sums
     assert f.last_run.peak_bytes <= gpu_bytes
     assert f.last_run.h2d_bytes + f.last_run.d2h_bytes < 2 * links.nbytes
+
+
+@pytest.mark.parametrize("kind", [sparse.BCOO, sparse.BCSR])
+def test_sparse_matrices_are_cut(kind):
+    rng = np.random.default_rng(0)
+    rows, each = 4000, 8
+    columns = np.sort(rng.integers(0, rows, (rows, each)))
+    values = numbers(rows * each)
+    if kind is sparse.BCSR:
+        where = (columns.reshape(-1), np.arange(rows + 1) * each)
+    else:
+        where = (np.stack([np.repeat(np.arange(rows), each), columns.reshape(-1)], 1),)
+
+    def product(values: Any, where: Any, x: Any) -> Any:
+        return kind((values, *where), shape=(rows, rows)) @ x
+
+    x = numbers(rows)
+    gpu_bytes = whole_bytes(jax.jit(product).lower(values, where, x).compile()) // 2
+    f = jturnip.jit(product, gpu_bytes)
+    want = jax.jit(product)(values, where, x)
+    # A row's products are added up in another order.
+    assert_same(f(*jturnip.host((values, where)), x), want, ulps=64)
+    assert f.last_run.peak_bytes <= gpu_bytes

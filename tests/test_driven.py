@@ -27,6 +27,7 @@ from watch import Watch
 import jturnip
 from jturnip.models import llama
 from jturnip.planner import figures
+from jturnip.programs import driven as driven_programs
 from jturnip.programs.records import Loop, straight_parts
 from jturnip.runtime.report import Gathered
 
@@ -856,3 +857,135 @@ def test_a_kernel_is_made_in_each_iteration_where_it_has_no_room(fn, share):
     assert_same(f(jturnip.host(x)), jax.jit(fn)(x), ulps=512)
     assert f.last_run.peak_bytes <= gpu_bytes
     assert f.last_run.h2d_bytes < 4 * x.nbytes
+
+
+FACTS = np.random.default_rng(1).normal(size=(4000, 100)).astype(np.float32)
+LABELS = (FACTS[:, 0] > 0).astype(np.float32)
+
+
+def misfit(facts: Any, labels: Any, weights: Any) -> Any:
+    found = facts @ weights
+    return jnp.mean(jnp.logaddexp(0, found) - labels * found) + 0.05 * weights @ weights
+
+
+def descended(facts: Any, labels: Any, weights: Any) -> Any:
+    slope = jax.grad(misfit, argnums=2)
+    step = lambda _, weights: weights - 0.1 * slope(facts, labels, weights)
+    return lax.fori_loop(0, 5, step, weights)
+
+
+def descended_until_flat(facts: Any, labels: Any, weights: Any) -> Any:
+    slope = jax.grad(misfit, argnums=2)
+
+    def step(state: Any) -> Any:
+        count, weights, _ = state
+        change = slope(facts, labels, weights)
+        return count + 1, weights - 0.1 * change, jnp.abs(change).max()
+
+    goes_on = lambda state: (state[0] < 5) & (state[2] > 1e-6)
+    return lax.while_loop(goes_on, step, (0, weights, jnp.float32(1)))[1]
+
+
+def searched_along_lines(facts: Any, labels: Any, weights: Any) -> Any:
+    """Two loops and a branch inside each other, all of which read all facts."""
+    at = functools.partial(misfit, facts, labels)
+
+    def step(_: Any, weights: Any) -> Any:
+        value, change = jax.value_and_grad(at)(weights)
+        is_worse = lambda length: at(weights - length * change) > value
+        length = lax.while_loop(is_worse, lambda length: length / 2, jnp.float32(4))
+        shorter = lambda length: length - 0.1 * at(weights)
+        length = lax.cond(value > 0.5, shorter, lambda length: length, length)
+        return weights - length * change
+
+    return lax.fori_loop(0, 3, step, weights)
+
+
+@pytest.mark.parametrize("share", [2, 4])
+@pytest.mark.parametrize(
+    "fn",
+    [descended, descended_until_flat, searched_along_lines],
+    ids=lambda fn: fn.__name__,
+)
+def test_a_loop_over_what_is_read_along_two_axes(fn, share):
+    args = FACTS, LABELS, np.zeros(100, np.float32)
+    gpu_bytes = FACTS.nbytes // share
+    f = jturnip.jit(fn, gpu_bytes)
+    want = jax.jit(fn)(*args)
+    hosted = jturnip.host(args[:2])
+    for _ in range(2):
+        with Watch(hosted) as watch:
+            assert_same(f(*hosted, args[2]), want, ulps=256)
+        assert max(watch.peak_bytes, f.last_run.peak_bytes) <= gpu_bytes
+    assert f.last_run.strategy == "driven"
+
+
+def test_what_an_iteration_makes_is_cut_in_a_loop_of_known_length():
+    def denoised(kernels: Any, x: Any) -> Any:
+        def step(_: Any, x: Any) -> Any:
+            wide = x
+            for kernel in kernels:
+                wide = lax.conv(wide, kernel, (1, 1), "SAME")
+                groups = wide.reshape(len(x), 4, -1)
+                groups -= groups.mean(2, keepdims=True)
+                wide = jax.nn.silu(groups.reshape(wide.shape))
+            # Of all images: the loop cannot be done for some of them at a time.
+            return x - 0.1 * wide.mean(1, keepdims=True) - wide.mean((0, 1))
+
+        return lax.fori_loop(0, 3, step, x)
+
+    rng = np.random.default_rng(0)
+    kernels = [
+        rng.normal(size=s).astype(np.float32) / 9 for s in ((16, 1, 3, 3), (16, 16, 3, 3))
+    ]
+    x = rng.normal(size=(8, 1, 32, 32)).astype(np.float32)
+    gpu_bytes = jturnip.peak_bytes(denoised, kernels, x) // 2
+    f = jturnip.jit(denoised, gpu_bytes)
+    with Watch([kernels, x]) as watch:
+        assert_same(f(kernels, x), jax.jit(denoised)(kernels, x), ulps=256)
+    assert max(watch.peak_bytes, f.last_run.peak_bytes) <= gpu_bytes
+    assert f.last_run.strategy == "driven"
+
+
+def test_a_short_scan_that_looks_up_rows_is_planned_once():
+    """Rows of the table, and then a product with all of it, in each iteration."""
+    table = np.random.default_rng(0).normal(size=(2000, 64)).astype(np.float32)
+
+    def spoken(table: Any, tokens: Any) -> Any:
+        def step(tokens: Any, _: Any) -> Any:
+            scores = jnp.sin(table[tokens]) @ table.T
+            return jnp.argmax(scores, axis=1), scores.max(axis=1)
+
+        return lax.scan(step, tokens, length=6)
+
+    tokens = np.arange(8)
+    gpu_bytes = table.nbytes // 2
+    f = jturnip.jit(spoken, gpu_bytes)
+    hosted = jturnip.host(table)
+    assert_same(f(hosted, tokens), jax.jit(spoken)(table, tokens), ulps=256)
+    assert f.last_run.peak_bytes <= gpu_bytes
+    plan = f.last_run.plan
+    assert len(plan.pieces) <= 3
+    # The rows are taken out by the host: the table travels once in each iteration.
+    assert f.last_run.h2d_bytes < 6 * 1.1 * table.nbytes
+
+
+def test_a_body_that_never_fits_is_not_tried_for_each_carried_value(monkeypatch):
+    """What its state takes is nothing beside what it lacks."""
+
+    def fn(matrix: Any, state: Any) -> Any:
+        def step(carried: Any) -> Any:
+            count, *state = carried
+            factor = jnp.linalg.cholesky(matrix + count * jnp.eye(len(matrix)))
+            return count + 1, *(factor.sum() + s for s in state)
+
+        return lax.while_loop(lambda carried: carried[0] < 3, step, (0, *state))
+
+    sent: list[Any] = []
+    send = driven_programs._send_larger_half
+    spy = lambda *args: (sent.append(args), send(*args))
+    monkeypatch.setattr(driven_programs, "_send_larger_half", spy)
+    state = [np.full(n, 1.0, np.float32) for n in range(1, 9)]
+    with pytest.raises(jturnip.DoesNotFit, match="cholesky"):
+        jturnip.jit(fn, 200_000)(np.eye(400, dtype=np.float32), state)
+    assert not sent

@@ -9,6 +9,7 @@ or combined by what the reduction combines with. Which axis, and how many parts,
 EinDecomp (arXiv 2410.02682): as few as fit, with little written down.
 """
 
+import collections
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -198,6 +199,8 @@ def name_of(e: Equation) -> str:
     return f"{name.removeprefix(parts.IN_BLOCKS)} in blocks"
 
 
+# Of more axes than so many it is only said how many there are of each length.
+_MANY_AXES = 6
 # How a sentence on what was cut begins.
 CUT = "In parts along its axes"
 
@@ -218,8 +221,11 @@ def in_the_way(flat: FlatJaxpr, arena: int) -> str:
     if axes[i] is None:
         needed = format_bytes(large[i])
         return f"{said} needs {needed}, and has no axis along which to do it in parts."
-    lengths = ", ".join(map(str, _lengths(flat, e, axes[i])))
-    return f"{CUT} (of {lengths}) {said} needs too much as well."
+    lengths = list(map(str, _lengths(flat, e, axes[i])))
+    if len(lengths) > _MANY_AXES:
+        counts = collections.Counter(lengths)
+        lengths = [f"{n} times {length}" for length, n in counts.items()]
+    return f"{CUT} (of {', '.join(lengths)}) {said} needs too much as well."
 
 
 def _lengths(flat: FlatJaxpr, e: Equation, rule: Rule | None) -> list[int]:

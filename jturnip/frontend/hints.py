@@ -139,13 +139,14 @@ def _params_without_moves(eqn: Any) -> dict[str, Any]:
     changed: dict[str, Any] = {}
     for name, param in eqn.params.items():
         if isinstance(param, tuple) and any(hasattr(p, "jaxpr") for p in param):
-            changed[name] = tuple(map(_jaxpr_without_moves, param))
+            changed[name] = tuple(map(without_moves, param))
         elif hasattr(getattr(param, "jaxpr", param), "eqns"):
-            changed[name] = _jaxpr_without_moves(param)
+            changed[name] = without_moves(param)
     return changed
 
 
-def _jaxpr_without_moves(closed: Any) -> Any:
+def without_moves(closed: Any) -> Any:
+    """A jaxpr with every move in it taken out, at any depth."""
     jaxpr = getattr(closed, "jaxpr", closed)
     structs = [Type.of(v.aval).struct() for v in jaxpr.invars]
     return jax.make_jaxpr(_interpreted(closed))(*structs)

@@ -53,8 +53,10 @@ class Streaming:
     rates: DeviceRates
     # A loop without end known, or a branch, that holds more bytes than this is driven.
     drive: int = 1 << 62
-    # Whether a long scan that only repeats itself is driven.
+    # Whether a long scan that only repeats itself is driven; or any scan of which not even
+    # two iterations are a task.
     drive_long: bool = False
+    drive_all: bool = False
     # Positions of arguments that are in host memory, and whether a closed-over array is.
     on_host: frozenset[int] = frozenset()
     is_on_host: Callable[[Any], bool] = lambda array: False
@@ -141,7 +143,9 @@ def find_cuts(
             count = None if id(eqn) in scans else _iterations_per_part(eqn, streaming)
             if count is None:
                 continue
-            if count == 1 and _only_repeats_itself(eqn, streaming, by_rows):
+            if count == 1 and (
+                streaming.drive_all or _only_repeats_itself(eqn, streaming, by_rows)
+            ):
                 count = 0
             if count == 0:
                 long.add(id(eqn))
@@ -205,10 +209,11 @@ def _only_repeats_itself(
     """Whether a scan whose iterations are tasks had better be driven.
 
     Each moves what it reads again: since that is more than the budget, or since the rows
-    that the host takes out for each come between two plans.
+    that the host takes out for each come between two plans. A short one is better in one
+    plan, where there can be one.
     """
     body, length = eqn.params["jaxpr"], eqn.params["length"]
-    if not streaming.drive_long or length * costs.equation_count(body) <= _MANY_EQUATIONS:
+    if not streaming.drive_long:
         return False
     consts, carry, _ = scan_counts(eqn)
     bytes_of = lambda variables: sum(Type.of(v.aval).nbytes for v in variables)
@@ -217,7 +222,9 @@ def _only_repeats_itself(
         return False
     if not _needs_the_last(body, consts, carry):
         return False
-    return bytes_of(eqn.invars[:consts]) + passing > streaming.arena or by_rows(eqn)
+    is_long = length * costs.equation_count(body) > _MANY_EQUATIONS
+    reads_more = bytes_of(eqn.invars[:consts]) + passing > streaming.arena
+    return (is_long and reads_more) or by_rows(eqn)
 
 
 def _needs_the_last(body: Any, consts: int, carry: int) -> bool:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jturnip.frontend import hints
 from jturnip.frontend.values import Atom, Constant, Equation, Type, bind
 
 
@@ -162,7 +163,10 @@ def as_while(eqn: Any, consts: int, carries: int) -> Any:
     The rows that an iteration reads and writes are those of its number.
     """
     length, reverse = eqn.params["length"], eqn.params["reverse"]
-    body = jax.extend.core.jaxpr_as_fun(eqn.params["jaxpr"])
+    # Rows that are written in host memory would be put into a stack on the device.
+    closed = eqn.params["jaxpr"]
+    closed = hints.without_moves(closed) if hints.has_moves(eqn) else closed
+    body = jax.extend.core.jaxpr_as_fun(closed)
 
     def run(*operands: Any) -> list[Any]:
         fixed, rest = operands[:consts], operands[consts:]

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -187,6 +187,11 @@ def source_line(own: Sequence[Any], calls: Sequence[Any]) -> str:
     """The user's line of some equations inlined from some calls, or ""."""
     lines = map(compat.source_line, (*own, *reversed(calls)))
     return next(filter(None, lines), "")
+
+
+def first_source(equations: Iterable[Equation]) -> str:
+    """The user's line of the first equation that has one, or ""."""
+    return next(filter(None, (e.source for e in equations)), "")
 
 
 @dataclass(frozen=True, slots=True)

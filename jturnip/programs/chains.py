@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 from jturnip.errors import DoesNotFit
 from jturnip.frontend.loops import SMALL
-from jturnip.frontend.values import Equation, FlatJaxpr, Parts, values_of
+from jturnip.frontend.values import Equation, FlatJaxpr, Parts, first_source, values_of
 from jturnip.graph.memgraph import MemGraph
 from jturnip.graph.plan import Plan
 from jturnip.graph.taskgraph import TaskGraph
@@ -206,8 +206,8 @@ class Piece:
 def _name(piece: Piece) -> str:
     if isinstance(piece.work, Equation):
         return f'"{piece.work.name}" ({piece.work.source or "unknown line"})'
-    first = piece.work.equations[0]
-    return f'tasks from "{first.name}" ({first.source or "unknown line"})'
+    first, line = piece.work.equations[0], first_source(piece.work.equations)
+    return f'tasks from "{first.name}" ({line or "unknown line"})'
 
 
 def _pieces(flat: FlatJaxpr) -> Iterator[Piece]:

@@ -24,6 +24,10 @@ from jturnip.programs.records import (
 )
 
 
+# Carried values go to host memory where so many times their bytes would be enough: what a
+# body lacks they take themselves, and so do values that are made of them.
+_WORTH_SENDING = 4
+
 # `make.make_program`, for bodies and branches.
 Make: TypeAlias = Callable[..., Program]
 
@@ -95,8 +99,9 @@ def _loop(
                 to_host,
                 condition,
             )
-        except DoesNotFit:
-            if all(on_host):
+        except DoesNotFit as error:
+            lacking = error.needed_bytes - error.gpu_bytes
+            if all(on_host) or lacking > _WORTH_SENDING * bytes_on_device(state):
                 raise
             _send_larger_half(carried, on_host)
             unread = 0

@@ -9,7 +9,7 @@ from jturnip.compiler import executables as compiler
 from jturnip.compiler.executables import Executable
 from jturnip.frontend.blocks import name_of
 from jturnip.frontend.partition import Group
-from jturnip.frontend.values import FlatJaxpr, Parts
+from jturnip.frontend.values import FlatJaxpr, Parts, first_source
 from jturnip.graph.taskgraph import Buffer, BufferId, Place, Role, Task, TaskGraph, TaskId
 from jturnip.hardware import Accelerator
 from jturnip.placement import Arguments, Whose
@@ -127,7 +127,7 @@ def _task(
         inputs=tuple(of_value[v] for v in group.inputs),
         outputs=tuple(of_value[v] for v in group.outputs),
         name=name_of(lead),
-        source=lead.source,
+        source=first_source([lead, *(flat.equations[e] for e in group.equations)]),
         overwrites=group.overwrites,
         **fields,
     )

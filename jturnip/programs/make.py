@@ -19,12 +19,14 @@ from jturnip.frontend.blocks import (
 from jturnip.frontend.bodies import with_bodies_in_blocks
 from jturnip.frontend.flatten import flatten
 from jturnip.frontend.inline import Condition, argument_avals
+from jturnip.frontend.memory_model import inner_bytes
 from jturnip.frontend.streaming import Seen
 from jturnip.frontend.tables import loops_read_rows
 from jturnip.frontend.values import Equation, FlatJaxpr
 from jturnip.graph.plan import Plan
 from jturnip.placement import Arguments, Budget, Returned, Whose
 from jturnip.programs import attempts, places, planning, splitting
+from jturnip.programs.bounds import read_whole_bytes
 from jturnip.programs.chains import Held, arguments_of, chain
 from jturnip.programs.devices import link_of, rates
 from jturnip.programs.driven import driven
@@ -45,6 +47,10 @@ _SOME_TASKS = 1000
 # cut it are looked at.
 _WAITS = 1.5
 _WAYS_BESIDE = 3
+# So many loops are driven only so that what an iteration makes can be cut, into so many
+# parts about: each takes seconds.
+_MOST_LOOPS = 4
+_MOST_PARTS = 16
 # Ways that are looked at before a function is taken apart into more equations than so many.
 _FIRST_WAYS = 8
 _MOST_EQUATIONS = 1000
@@ -102,7 +108,8 @@ def _made(
     condition: Condition | None,
 ) -> Program | DoesNotFit:
     refusals: list[DoesNotFit] = []
-    if how.axes:  # only what cannot be planned otherwise is cut along its axes
+    by_rows = read_whole_bytes(closed) <= budget.arena(arguments.device)
+    if how.axes and by_rows:  # only what cannot be planned otherwise is cut along its axes
         uncut = dataclasses.replace(how, axes=False)
         try:
             return make_program(
@@ -149,16 +156,13 @@ def _tries(
             yield functools.partial(_cut_along_axes, flat, arguments, budget, how)
         for cut in in_blocks:
             yield functools.partial(_cut_along_axes, cut, arguments, budget, how)
-    avals = argument_avals(closed, condition)
+    streamed = functools.partial(
+        _streamed, closed, forwarded, arguments, budget, how, condition, seen
+    )
     for attempt in how.attempts if not (how.axes and how.finest) else ():
-        streaming, tried = None, flat
-        if how.streams:
-            streaming = attempts.streaming(avals, arguments, budget, attempt)
-            if how.accelerator is not None:
-                streaming = dataclasses.replace(streaming, rates=expected)
-            tried = flatten(closed, forwarded, streaming, condition, seen)
+        tried = streamed(attempt) if how.streams else flat
         has_loops = any(e.name in ("scan", "while", "cond") for e in tried.equations)
-        if has_loops or not how.axes:
+        if has_loops or any(e.driven for e in tried.equations) or not how.axes:
             if loops_stay and _takes_loops_apart(tried, flat):
                 loops_stay = False  # it is the same for every attempt
                 whole = _with_whole_loops(
@@ -168,8 +172,43 @@ def _tries(
         else:  # what was cut along rows is to be cut along any axis instead
             tried = flat
         yield functools.partial(_of_flat, tried, arguments, budget, how, attempt)
-        if not has_loops or streaming is None:
+        if not has_loops or not how.streams:
             break
+    if how.axes and how.streams and not how.finest:
+        for attempt in dict.fromkeys((how.attempts[0], how.attempts[-1])):
+            tried = streamed(attempt, drive_all=True)
+            if _is_worth_driving(tried, arena):
+                yield functools.partial(_of_flat, tried, arguments, budget, how, attempt)
+
+
+def _is_worth_driving(flat: FlatJaxpr, arena: int) -> bool:
+    """Whether there are loops to be driven so that what an iteration makes can be cut, and
+    neither so many nor so large that it would take minutes."""
+    loops = [e.origin for e in flat.equations if e.name == "while" and e.driven]
+    return 0 < len(loops) <= _MOST_LOOPS and all(
+        inner_bytes(e) <= _MOST_PARTS * arena for e in loops
+    )
+
+
+def _streamed(
+    closed: Any,
+    forwarded: Collection[int] | Mapping[int, int],
+    arguments: Arguments,
+    budget: Budget,
+    how: How,
+    condition: Condition | None,
+    seen: Seen,
+    attempt: int,
+    drive_all: bool = False,
+) -> FlatJaxpr:
+    """A function with its loops and arrays taken apart as in an attempt."""
+    avals = argument_avals(closed, condition)
+    streaming = attempts.streaming(avals, arguments, budget, attempt)
+    if how.accelerator is not None:
+        expected = rates(arguments.device, how.accelerator)
+        streaming = dataclasses.replace(streaming, rates=expected)
+    streaming = dataclasses.replace(streaming, drive_all=drive_all)
+    return flatten(closed, forwarded, streaming, condition, seen)
 
 
 def _with_whole_loops(

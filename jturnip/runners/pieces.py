@@ -152,10 +152,12 @@ class LoopRunner:
         """Puts carried arrays in their places, and takes those out of `kept` that the loop
         may then use up; the most bytes that are on the device meanwhile."""
         there = peak = device_bytes([*constants, *carried])
-        for i, on_host in enumerate(self._loop.on_host):
+        places = self._loop.on_host
+        # What leaves the device makes room for what comes.
+        for i in sorted(range(len(places)), key=lambda i: not places[i]):
             array, nbytes = carried[i], device_bytes([carried[i]])
             carried[i], ours = self._entering(
-                array, on_host, i in kept, self._loop.used_up[i]
+                array, places[i], i in kept, self._loop.used_up[i]
             )
             if ours:
                 if carried[i] is not array:

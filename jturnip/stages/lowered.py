@@ -47,6 +47,9 @@ from jturnip.units import format_bytes, padded
 # Residuals stay on the device if together they take no more than this share of the budget
 # and what comes next has a plan beside them, and more only if that surely has room.
 _RESIDUALS = 4
+# Loops are taken apart where an array that one product reads whole takes no more than so
+# many times the budget: it is cut into as many parts, in each iteration.
+_TIMES_CUT = 16
 _OTHER_SHARDINGS = 'Give them a sharding with memory_kind="pinned_host", or none'
 _GRADIENTS = "gradients of arguments that are not in pinned host memory"
 _HOLD = "JAX has them on the device: hold the arguments with jturnip.host(tree)"
@@ -428,7 +431,8 @@ class Lowered:
             program = made(self._given, own, uncut_here)
             return or_in_blocks(program, closed, forwarded, self._given, own, here, to_host)
 
-        # As it is; then with what is ours in host memory; then cut along axes.
+        # As it is; then with what is ours in host memory; then cut along axes, with loops
+        # in one piece first.
         try:
             return uncut()
         except DoesNotFit:
@@ -437,13 +441,28 @@ class Lowered:
             return uncut()
         except DoesNotFit as error:
             by_rows = error.with_traceback(None) if without_rows is None else without_rows
-        try:
-            return made(self._given, own, here)
-        except DoesNotFit as error:
-            cut = error.with_traceback(None)
+        ways = [here]
+        if without_rows is not None and self._may_take_loops_apart(without_rows):
+            ways.append(how)
+        refusals: list[DoesNotFit] = []
+        for way in ways:
+            try:
+                return made(self._given, own, way)
+            except DoesNotFit as error:
+                refusals.append(error.with_traceback(None))
+        cut = min(refusals, key=lambda refusal: refusal.needed_bytes)
         make = lambda nbytes, how: made(self._given, Budget(nbytes), how)
         refusal = refusal_that_is_true(make, how, cut, by_rows, self._runs_whole_in)
         raise explained(refusal, self._flat, self._arguments.device) from None
+
+    def _may_take_loops_apart(self, refusal: DoesNotFit) -> bool:
+        """Whether what cannot be cut along rows may do with loops that are driven, and cut
+        along axes inside."""
+        equations = () if self._flat is None else self._flat.equations
+        return (
+            any(e.name in ("scan", "while", "cond") for e in equations)
+            and refusal.needed_bytes <= _TIMES_CUT * self.gpu_bytes
+        )
 
     def _without_rows(self) -> DoesNotFit | None:
         """The refusal of a budget that is surely too small to cut arrays by their rows

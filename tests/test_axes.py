@@ -881,3 +881,46 @@ def test_sparse_matrices_are_cut(kind):
     # A row's products are added up in another order.
     assert_same(f(*jturnip.host((values, where)), x), want, ulps=64)
     assert f.last_run.peak_bytes <= gpu_bytes
+
+
+DATA = np.random.default_rng(2).normal(size=(4000, 60)).astype(np.float32)
+
+
+def misfit(data: Any, weights: Any) -> Any:
+    found = data @ weights
+    return jnp.mean(jnp.logaddexp(0, found) - found) + weights @ weights
+
+
+def fitted(data: Any, weights: Any) -> Any:
+    return jax.value_and_grad(misfit, argnums=1)(data, weights)
+
+
+def fitted_twice(data: Any, weights: Any) -> Any:
+    """The second gradient needs all of the first."""
+    _, change = fitted(data, weights)
+    return fitted(data, weights - 0.1 * change)
+
+
+def centres_moved(data: Any, centres: Any) -> Any:
+    distances = (data**2).sum(1)[:, None] - 2 * data @ centres.T + (centres**2).sum(1)
+    nearest = jax.nn.one_hot(distances.argmin(1), len(centres))
+    return nearest.T @ data / nearest.sum(0)[:, None]
+
+
+@pytest.mark.parametrize(
+    ("fn", "other", "times"),
+    [
+        (fitted, np.zeros(60, np.float32), 1),
+        (fitted_twice, np.zeros(60, np.float32), 2),
+        (centres_moved, DATA[:7].copy(), 1),
+    ],
+    ids=["fitted", "fitted twice", "centres"],
+)
+@pytest.mark.parametrize("share", [2, 5])
+def test_what_is_read_from_both_sides_comes_once(fn, other, times, share):
+    gpu_bytes = DATA.nbytes // share
+    f = jturnip.jit(fn, gpu_bytes, link=jturnip.SimulatedLink(1e8, 1e8))
+    # Sums over 4000 rows, in another order.
+    assert_same(f(jturnip.host(DATA), other), jax.jit(fn)(DATA, other), ulps=512)
+    assert f.last_run.peak_bytes <= gpu_bytes
+    assert f.last_run.h2d_bytes <= 1.1 * times * DATA.nbytes

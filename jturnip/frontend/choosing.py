@@ -45,6 +45,10 @@ _OF_AXIS = 0.55
 # part, of which there are about so many (a guess), would be too little work for a task.
 _FINER = 2
 _PARTS_OF_A_PART = 16
+# What reads an array of more than the budget over so much is cut in one pass, if it can be;
+# of more than so many readers not all.
+_MANY_READ = 2
+_MOST_READERS = 8
 # Axes of so many of the largest values are looked at.
 _SEEDS = 3
 
@@ -177,7 +181,10 @@ def _cut_anew(
 ) -> tuple[FlatJaxpr, tuple[Any, ...]]:
     stretches = Stretches(flat, rules(flat, parts.works, search.rules))
     choice = _Choice(stretches, room, tasks, search)
-    choice.cut(stretches.ruled(), room.least)
+    ruled = stretches.ruled()
+    if tasks:
+        choice.cut_in_one_pass(ruled)
+    choice.cut([i for i in ruled if i not in choice.taken], room.least)
     many = sum(
         -(-c.stretch.length // c.size) * len(c.stretch.equations)
         for c in choice.cuttings
@@ -208,7 +215,7 @@ class _Choice:
         self._tasks = tasks
         self._hosted = room.where.hosted.union(s.value for s in stretches.flat.slices)
         self.cuttings: list[Cutting] = []
-        self._taken: set[int] = set()
+        self.taken: set[int] = set()
 
     def cut(self, among: Sequence[int], least: int) -> None:
         """Cuts what reads or writes values larger than `least`; where all that hangs
@@ -218,7 +225,76 @@ class _Choice:
             if not self._cut_together(members) and least < self._room.arena:
                 self.cut(members, 2 * least)
             elif self._leaves_others and len(self.cuttings) > before:
-                self.cut([i for i in members if i not in self._taken], least)
+                self.cut([i for i in members if i not in self.taken], least)
+
+    def cut_in_one_pass(self, among: Sequence[int]) -> None:
+        """Cuts what reads the same large array in host memory several times, a reader
+        after what others give, so that each part of the array comes once: the products
+        of a gradient with all data, from both sides."""
+        stretches, inside = self._stretches, set(among)
+        types, large = stretches.flat.types, self._room.arena // _MANY_READ
+        for v in sorted(self._hosted, key=lambda v: (-types[v].nbytes, v)):
+            if types[v].nbytes <= large:
+                return
+            readers = [i for i in stretches.readers.get(v, ()) if i in inside]
+            while len(readers) > 1:
+                counts = range(min(len(readers), _MOST_READERS), 1, -1)
+                tries = (n for n in counts if self._pass(v, readers[:n], inside))
+                readers = readers[next(tries, 1) :]
+
+    def _pass(self, v: int, readers: Sequence[int], among: Collection[int]) -> bool:
+        """Cuts what is between some readers of a value, and what reads large values that
+        are made there, along the best dimension; whether that can be done."""
+        stretches, shape = self._stretches, self._stretches.flat.types[v].shape
+        *earlier, last = readers
+        if not all(stretches.leads_to(i, last) for i in earlier):
+            return False
+        members = self._with_readers(stretches.between(readers), among)
+        if not self._search.see(len(members) * len(shape), self._room.apart):
+            return False
+        found = (self._in_one_pass(members, v, dim, readers) for dim in range(len(shape)))
+        costs = [
+            (self._cost(members, cutting, dim), cutting)
+            for dim, cutting in enumerate(found)
+            if cutting is not None
+        ]
+        if not costs:
+            return False
+        _, best = min(costs, key=lambda each: each[0])
+        self.cuttings.append(best)
+        self.taken.update(best.stretch.equations)
+        return True
+
+    def _with_readers(self, members: Sequence[int], among: Collection[int]) -> list[int]:
+        """With all that large values lead to which are written there."""
+        flat, found = self._stretches.flat, set(members)
+        agenda = sorted(found, reverse=True)
+        while agenda:
+            for v in flat.equations[agenda.pop()].outputs:
+                if flat.types[v].nbytes > self._room.least:
+                    readers = self._stretches.readers.get(v, ())
+                    more = {i for i in readers if i in among and i not in found}
+                    found |= more
+                    agenda += more
+        return [i for i in self._stretches.between(found) if i in among]
+
+    def _in_one_pass(
+        self, members: Sequence[int], v: int, dim: int, readers: Sequence[int]
+    ) -> Tasks | None:
+        """The stretch along a dimension of a value, if all its readers are in one loop over
+        its parts, and one part is surely enough for a task."""
+        stretch = self._stretches.along(members, v, dim)
+        if (
+            stretch is None
+            or stretch.loops > 1
+            or not stretch.working.issuperset(readers)
+            or not self.taken.isdisjoint(stretch.equations)
+        ):
+            return None
+        cutting = self._cutting(stretch)
+        if not isinstance(cutting, Tasks) or cutting.nbytes > self._room.arena:
+            return None
+        return cutting if v in cutting.sliced else None
 
     @property
     def _leaves_others(self) -> bool:
@@ -261,7 +337,7 @@ class _Choice:
         for i in stretches.between(members):
             e = flat.equations[i]
             self._search.named[id(e.origin)] = e.origin
-            found.append((id(e.origin), i in inside, i in self._taken))
+            found.append((id(e.origin), i in inside, i in self.taken))
             for v in (*e.inputs, *e.outputs):
                 if isinstance(v, Constant):
                     found.append(v.type)
@@ -283,7 +359,7 @@ class _Choice:
             (stretch, dim)
             for value, dim in seeds
             if (stretch := self._stretches.along(members, value, dim)) is not None
-            and self._taken.isdisjoint(stretch.equations)
+            and self.taken.isdisjoint(stretch.equations)
         ]
         if self._tasks:
             tasks = [each for each in found if not self._fits_in_blocks(each[0])]
@@ -299,7 +375,7 @@ class _Choice:
                     best = cost, cutting
         if best is not None:
             self.cuttings.append(best[1])
-            self._taken.update(best[1].stretch.equations)
+            self.taken.update(best[1].stretch.equations)
         return best is not None
 
     def _cutting(self, stretch: Stretch) -> Cutting | None:

@@ -57,6 +57,8 @@ class Streaming:
     # two iterations are a task.
     drive_long: bool = False
     drive_all: bool = False
+    # Whether arrays in host memory are cut at rows, also where no scan is.
+    cut_arrays: bool = True
     # Positions of arguments that are in host memory, and whether a closed-over array is.
     on_host: frozenset[int] = frozenset()
     is_on_host: Callable[[Any], bool] = lambda array: False
@@ -159,7 +161,7 @@ def find_cuts(
             if rows[eqn.params["length"]] == 1 and id(eqn) not in inlined:
                 inlined.add(id(eqn))
                 agenda.append(inline(eqn.params["jaxpr"]))
-    for t in held:
+    for t in held if streaming.cut_arrays else ():
         if t.shape and t.shape[0] > 1 and t.nbytes > streaming.largest:
             fitting = streaming.largest // 4 * t.shape[0] // t.nbytes
             fewest = max(-(-t.shape[0] // _MOST_PARTS), SMALL * t.shape[0] // t.nbytes)

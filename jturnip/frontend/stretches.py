@@ -401,6 +401,14 @@ class Stretches:
                 before.add(i)
         return tuple(sorted(after & before))
 
+    def leads_to(self, i: int, j: int) -> bool:
+        """Whether an equation needs what another gives, however indirectly."""
+        after = {i}
+        for k in range(i + 1, j + 1):
+            if not after.isdisjoint(self._writers_for[k]):
+                after.add(k)
+        return j in after
+
     def _found(
         self, equations: tuple[int, ...], working: Mapping[int, int], dims: dict[int, int]
     ) -> Stretch:

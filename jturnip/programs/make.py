@@ -207,7 +207,8 @@ def _streamed(
     if how.accelerator is not None:
         expected = rates(arguments.device, how.accelerator)
         streaming = dataclasses.replace(streaming, rates=expected)
-    streaming = dataclasses.replace(streaming, drive_all=drive_all)
+    # What is between loops is cut along axes, which may be others than the rows.
+    streaming = dataclasses.replace(streaming, drive_all=drive_all, cut_arrays=not how.axes)
     return flatten(closed, forwarded, streaming, condition, seen)
 
 

@@ -252,18 +252,9 @@ class _Choice:
         members = self._with_readers(stretches.between(readers), among)
         if not self._search.see(len(members) * len(shape), self._room.apart):
             return False
-        found = (self._in_one_pass(members, v, dim, readers) for dim in range(len(shape)))
-        costs = [
-            (self._cost(members, cutting, dim), cutting)
-            for dim, cutting in enumerate(found)
-            if cutting is not None
-        ]
-        if not costs:
-            return False
-        _, best = min(costs, key=lambda each: each[0])
-        self.cuttings.append(best)
-        self.taken.update(best.stretch.equations)
-        return True
+        dims = range(len(shape))
+        found = [(self._in_one_pass(members, v, dim, readers), dim) for dim in dims]
+        return self._take_best(members, found)
 
     def _with_readers(self, members: Sequence[int], among: Collection[int]) -> list[int]:
         """With all that large values lead to which are written there."""
@@ -366,17 +357,25 @@ class _Choice:
             if len(tasks) < len(found) and not self._room.eager:
                 return True  # they need no tasks of their own
             found = tasks
-        best: tuple[Any, Cutting] | None = None
-        for stretch, dim in found:
-            cutting = self._cutting(stretch)
-            if cutting is not None:
-                cost = self._cost(members, cutting, dim)
-                if best is None or cost < best[0]:
-                    best = cost, cutting
-        if best is not None:
-            self.cuttings.append(best[1])
-            self.taken.update(best[1].stretch.equations)
-        return best is not None
+        cuttings = [(self._cutting(stretch), dim) for stretch, dim in found]
+        return self._take_best(members, cuttings)
+
+    def _take_best(
+        self, members: Sequence[int], found: Sequence[tuple[Cutting | None, int]]
+    ) -> bool:
+        """Takes the cheapest of some cuttings, each with the dimension it begins with;
+        whether there is one."""
+        costs = [
+            (self._cost(members, cutting, dim), cutting)
+            for cutting, dim in found
+            if cutting is not None
+        ]
+        if not costs:
+            return False
+        _, best = min(costs, key=lambda each: each[0])
+        self.cuttings.append(best)
+        self.taken.update(best.stretch.equations)
+        return True
 
     def _cutting(self, stretch: Stretch) -> Cutting | None:
         if self._tasks:

@@ -41,6 +41,8 @@ _WORTH = 4
 
 
 LOOPS = frozenset(["scan", "while"])
+# What is taken apart or driven where it is too large.
+LOOPS_AND_BRANCHES = LOOPS | {"cond"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -326,10 +326,8 @@ class Stretches:
         """Those of `members` that are on one side of all `ends`: that which writes more,
         if the value is there."""
         equations = self.flat.equations
-        after, before = set(ends), set(ends)
-        for i in range(min(ends), max(members) + 1):
-            if not after.isdisjoint(self._writers_for[i]):
-                after.add(i)
+        before = set(ends)
+        after = self._after(ends, range(min(ends), max(members) + 1))
         for i in range(max(ends), min(members) - 1, -1):
             if not before.isdisjoint(self._readers_of[i]):
                 before.add(i)
@@ -392,10 +390,8 @@ class Stretches:
     def between(self, working: Collection[int]) -> tuple[int, ...]:
         """Some equations, with all equations on a way from one of these to another."""
         among = range(min(working), max(working) + 1)
-        after, before = set(working), set(working)
-        for i in among:
-            if not after.isdisjoint(self._writers_for[i]):
-                after.add(i)
+        before = set(working)
+        after = self._after(working, among)
         for i in reversed(among):
             if not before.isdisjoint(self._readers_of[i]):
                 before.add(i)
@@ -403,11 +399,15 @@ class Stretches:
 
     def leads_to(self, i: int, j: int) -> bool:
         """Whether an equation needs what another gives, however indirectly."""
-        after = {i}
-        for k in range(i + 1, j + 1):
-            if not after.isdisjoint(self._writers_for[k]):
-                after.add(k)
-        return j in after
+        return j in self._after([i], range(i + 1, j + 1))
+
+    def _after(self, equations: Collection[int], among: range) -> set[int]:
+        """Some equations, with all of a range that need what they give."""
+        after = set(equations)
+        for i in among:
+            if not after.isdisjoint(self._writers_for[i]):
+                after.add(i)
+        return after
 
     def _found(
         self, equations: tuple[int, ...], working: Mapping[int, int], dims: dict[int, int]

@@ -19,6 +19,7 @@ from jturnip.frontend.blocks import (
 from jturnip.frontend.bodies import with_bodies_in_blocks
 from jturnip.frontend.flatten import flatten
 from jturnip.frontend.inline import Condition, argument_avals
+from jturnip.frontend.loops import LOOPS_AND_BRANCHES
 from jturnip.frontend.memory_model import inner_bytes
 from jturnip.frontend.streaming import Seen
 from jturnip.frontend.tables import loops_read_rows
@@ -146,7 +147,7 @@ def _tries(
     flat = flatten(closed, forwarded, None, condition, seen)
     device = arguments.device
     arena, expected = budget.arena(device), rates(device, how.accelerator)
-    loops_stay = how.streams and not how.finest
+    loops_stay = takes_apart = how.streams and not how.finest
     in_blocks = iter(())
     if loops_stay:
         large = large_for(arena, expected, _seconds_per_byte(arguments, how))
@@ -156,12 +157,18 @@ def _tries(
             yield functools.partial(_cut_along_axes, flat, arguments, budget, how)
         for cut in in_blocks:
             yield functools.partial(_cut_along_axes, cut, arguments, budget, how)
-    streamed = functools.partial(
-        _streamed, closed, forwarded, arguments, budget, how, condition, seen
-    )
+    avals = argument_avals(closed, condition)
+
+    def streamed(attempt: int, drive_all: bool = False) -> FlatJaxpr:
+        streaming = attempts.streaming(avals, arguments, budget, attempt)
+        # What is between loops is cut along axes, which may be others than the rows.
+        also = {"drive_all": drive_all, "cut_arrays": not how.axes}
+        streaming = dataclasses.replace(streaming, rates=expected, **also)
+        return flatten(closed, forwarded, streaming, condition, seen)
+
     for attempt in how.attempts if not (how.axes and how.finest) else ():
         tried = streamed(attempt) if how.streams else flat
-        has_loops = any(e.name in ("scan", "while", "cond") for e in tried.equations)
+        has_loops = any(e.name in LOOPS_AND_BRANCHES for e in tried.equations)
         if has_loops or any(e.driven for e in tried.equations) or not how.axes:
             if loops_stay and _takes_loops_apart(tried, flat):
                 loops_stay = False  # it is the same for every attempt
@@ -174,11 +181,22 @@ def _tries(
         yield functools.partial(_of_flat, tried, arguments, budget, how, attempt)
         if not has_loops or not how.streams:
             break
-    if how.axes and how.streams and not how.finest:
-        for attempt in dict.fromkeys((how.attempts[0], how.attempts[-1])):
-            tried = streamed(attempt, drive_all=True)
-            if _is_worth_driving(tried, arena):
-                yield functools.partial(_of_flat, tried, arguments, budget, how, attempt)
+    if how.axes and takes_apart:
+        yield from _driving_all(streamed, arguments, budget, how)
+
+
+def _driving_all(
+    streamed: Callable[[int, bool], FlatJaxpr],
+    arguments: Arguments,
+    budget: Budget,
+    how: How,
+) -> Iterator[_Try]:
+    """What is tried last: loops of known length are driven, and what they do is cut."""
+    arena = budget.arena(arguments.device)
+    for attempt in dict.fromkeys((how.attempts[0], how.attempts[-1])):
+        tried = streamed(attempt, True)
+        if _is_worth_driving(tried, arena):
+            yield functools.partial(_of_flat, tried, arguments, budget, how, attempt)
 
 
 def _is_worth_driving(flat: FlatJaxpr, arena: int) -> bool:
@@ -188,28 +206,6 @@ def _is_worth_driving(flat: FlatJaxpr, arena: int) -> bool:
     return 0 < len(loops) <= _MOST_LOOPS and all(
         inner_bytes(e) <= _MOST_PARTS * arena for e in loops
     )
-
-
-def _streamed(
-    closed: Any,
-    forwarded: Collection[int] | Mapping[int, int],
-    arguments: Arguments,
-    budget: Budget,
-    how: How,
-    condition: Condition | None,
-    seen: Seen,
-    attempt: int,
-    drive_all: bool = False,
-) -> FlatJaxpr:
-    """A function with its loops and arrays taken apart as in an attempt."""
-    avals = argument_avals(closed, condition)
-    streaming = attempts.streaming(avals, arguments, budget, attempt)
-    if how.accelerator is not None:
-        expected = rates(arguments.device, how.accelerator)
-        streaming = dataclasses.replace(streaming, rates=expected)
-    # What is between loops is cut along axes, which may be others than the rows.
-    streaming = dataclasses.replace(streaming, drive_all=drive_all, cut_arrays=not how.axes)
-    return flatten(closed, forwarded, streaming, condition, seen)
 
 
 def _with_whole_loops(

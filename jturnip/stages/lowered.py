@@ -18,6 +18,7 @@ from jturnip.compiler.trials import Trials
 from jturnip.errors import DoesNotFit, HostMemoryError, UnsupportedError
 from jturnip.frontend.flatten import flatten
 from jturnip.frontend.inline import pruned_arguments
+from jturnip.frontend.loops import LOOPS_AND_BRANCHES
 from jturnip.frontend.streaming import Seen
 from jturnip.frontend.values import FlatJaxpr, Type
 from jturnip.graph.plan import Plan
@@ -460,7 +461,7 @@ class Lowered:
         along axes inside."""
         equations = () if self._flat is None else self._flat.equations
         return (
-            any(e.name in ("scan", "while", "cond") for e in equations)
+            any(e.name in LOOPS_AND_BRANCHES for e in equations)
             and refusal.needed_bytes <= _TIMES_CUT * self.gpu_bytes
         )
 

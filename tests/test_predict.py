@@ -409,6 +409,7 @@ def test_the_link_at_hand_is_measured_once(monkeypatch: pytest.MonkeyPatch):
         assert 1e7 < rate < 1e13
     assert 0 < link.latency_seconds < 1.0
     assert 0 < link.heard_seconds <= link.issue_seconds < 1.0
+    assert 0 < link.late_seconds < 1.0
     assert 0 < link.compute_seconds_per_copy < 1.0
     assert link.compute_seconds_per_byte >= 0
     assert 1000 + 4 * MIB < trials.peak_bytes <= 1000 + 32 * MIB

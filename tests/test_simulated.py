@@ -113,6 +113,15 @@ def test_the_loop_takes_its_time_to_start_a_copy():
     assert report.ends == (3.5, 4.0)  # those to the host are started first
 
 
+def test_the_loop_hears_of_a_copy_later_while_its_cores_compute():
+    ops = [(COMPUTE, 4.0), (H2D, 1.0), (H2D, 3.0), (D2H, 1.0), (D2H, 1.0)]
+    late = Link(1.0, 1.0, late_seconds=0.5)
+    # One copy waits for another that is over meanwhile, one for one that is over after all.
+    report = simulate(a_schedule(ops, {3: [1], 4: [2]}), link=late)
+    ends = dict(zip(report.order, report.ends, strict=True))
+    assert ends == {0: 4.0, 1: 1.0, 2: 4.0, 3: 2.5, 4: 5.0}
+
+
 def test_what_runs_in_the_loop_lets_nothing_else_begin():
     ops = [(COMPUTE, 4.0), (H2D, 1.0), (H2D, 1.0), (COMPUTE, 1.0)]
     deps: dict[int, Sequence[int]] = {2: [1], 3: [2]}

@@ -51,6 +51,9 @@ _BESIDE = 4e9
 _PRODUCTS = 24
 _SHORT_BYTES = 1 << 20
 _ISSUED = 2
+# Sleeps while products are computed, each for so long.
+_SLEEPS = 32
+_SLEEP_SECONDS = 0.002
 
 _Sharding: TypeAlias = jax.sharding.Sharding
 
@@ -100,17 +103,17 @@ def _measured(device: Device, nbytes: int) -> Link:
     heard = issue
     if device.platform != "cpu":
         return Link(h2d, d2h, latency, issue, heard)
-    with contextlib.suppress(Exception):  # as below
-        issue = max(issue, _small_beside_products(nbytes, ways).issue_seconds)
     each, busy = (
         statistics.mean(copies.busy_seconds for copies in some) for some in (small, large)
     )
     each /= _cores()
-    lost = busy / _cores()
+    late, lost = 0.0, busy / _cores()
     with contextlib.suppress(Exception):  # where the caller's settings allow no product
+        issue = max(issue, _small_beside_products(nbytes, ways).issue_seconds)
+        late = _late_beside_products(nbytes, there)
         lost = min(max(lost, _lost_to_a_copy(nbytes, ways)), busy)
     per_byte = max(0.0, lost - each) / nbytes
-    return Link(h2d, d2h, latency, issue, heard, each, per_byte)
+    return Link(h2d, d2h, latency, issue, heard, late, each, per_byte)
 
 
 def _copies(nbytes: int, source: _Sharding, target: _Sharding) -> _Copies:
@@ -171,6 +174,38 @@ def _copy(array: jax.Array, target: _Sharding) -> tuple[float, float, float]:
     over.acquire()
     ended, busy = time.perf_counter(), time.process_time()
     return ended - began, issued - began, busy - busy_before
+
+
+def _late_beside_products(nbytes: int, sharding: _Sharding) -> float:
+    """Seconds from the end of a sleep in one thread until another one, which waits for it,
+    knows, while the cores compute.
+
+    Most are short and a few long, and the waits of a run add up: their mean.
+    """
+    n = math.isqrt(min(nbytes, _SHORT_BYTES) // 8)
+    operand = memory.zeros(jax.ShapeDtypeStruct((n, n), np.float32), sharding)
+    products = jax.jit(
+        lambda a, times: jax.lax.fori_loop(0, times, lambda i, b: a @ b, a)
+    )
+    products = products.lower(operand, 0).compile()
+    began = time.perf_counter()
+    jax.block_until_ready(products(operand, _PRODUCTS))
+    each = (time.perf_counter() - began) / _PRODUCTS
+    late: list[float] = []
+    for _ in range(_SLEEPS):
+        over = threading.Semaphore(0)
+        due = time.perf_counter() + _SLEEP_SECONDS
+
+        def sleep(due: float = due, over: threading.Semaphore = over) -> None:
+            time.sleep(max(0.0, due - time.perf_counter()))
+            over.release()
+
+        threading.Thread(target=sleep, daemon=True).start()
+        result = products(operand, math.ceil(2 * _SLEEP_SECONDS / each))
+        over.acquire()
+        late.append(time.perf_counter() - due)
+        jax.block_until_ready(result)
+    return statistics.mean(late)
 
 
 def _lost_to_a_copy(nbytes: int, ways: Sequence[tuple[_Sharding, _Sharding]]) -> float:

@@ -32,6 +32,9 @@ class Link:
     issue_seconds: float = 0.0
     # What the loop takes to hear that an op is over, and to see what that allows.
     heard_seconds: float = 0.0
+    # How much later it hears of it while the device computes, where it has no core of its
+    # own.
+    late_seconds: float = 0.0
     # How much longer computing takes for each copy beside it, and for each of its bytes.
     compute_seconds_per_copy: float = 0.0
     compute_seconds_per_byte: float = 0.0

@@ -5,7 +5,7 @@ rate. A copy begins once what it depends on is really over, even where the state
 issue it earlier. What a copy costs the computing beside it is taken from the compute engine
 when the copy starts: it delays the next task, unless that has to wait for longer anyway.
 The loop starts one op after the other and hears of none meanwhile, and it takes a while
-to hear of one. A CPU does a small task within the call that starts it, unless it has to
+to hear of one, longer where the device computes with the loop's own cores. A CPU does a small task within the call that starts it, unless it has to
 wait: then the call returns at once.
 """
 
@@ -73,7 +73,10 @@ class _VirtualEngines:
         return self._free[COMPUTE]
 
     def wait(self, few_runs: int) -> list[tuple[int, float]]:
-        self._now = max(self._now, self._events[0][0])
+        first = self._events[0][0]
+        if first < self._free[COMPUTE]:
+            first += self._link.late_seconds
+        self._now = max(self._now, first)
         events = []
         while self._events and self._events[0][0] <= self._now:
             end, op = heapq.heappop(self._events)

@@ -184,9 +184,7 @@ def _late_beside_products(nbytes: int, sharding: _Sharding) -> float:
     """
     n = math.isqrt(min(nbytes, _SHORT_BYTES) // 8)
     operand = memory.zeros(jax.ShapeDtypeStruct((n, n), np.float32), sharding)
-    products = jax.jit(
-        lambda a, times: jax.lax.fori_loop(0, times, lambda i, b: a @ b, a)
-    )
+    products = jax.jit(lambda a, times: jax.lax.fori_loop(0, times, lambda i, b: a @ b, a))
     products = products.lower(operand, 0).compile()
     began = time.perf_counter()
     jax.block_until_ready(products(operand, _PRODUCTS))

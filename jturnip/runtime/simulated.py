@@ -5,8 +5,9 @@ rate. A copy begins once what it depends on is really over, even where the state
 issue it earlier. What a copy costs the computing beside it is taken from the compute engine
 when the copy starts: it delays the next task, unless that has to wait for longer anyway.
 The loop starts one op after the other and hears of none meanwhile, and it takes a while
-to hear of one, longer where the device computes with the loop's own cores. A CPU does a small task within the call that starts it, unless it has to
-wait: then the call returns at once.
+to hear of one, longer where the device computes with the loop's own cores. A CPU does a
+small task within the call that starts it, unless it has to wait: then the call returns at
+once.
 """
 
 import heapq

@@ -120,6 +120,10 @@ def test_the_loop_hears_of_a_copy_later_while_its_cores_compute():
     report = simulate(a_schedule(ops, {3: [1], 4: [2]}), link=late)
     ends = dict(zip(report.order, report.ends, strict=True))
     assert ends == {0: 4.0, 1: 1.0, 2: 4.0, 3: 2.5, 4: 5.0}
+    # It is not later than the computing is over.
+    later = simulate(a_schedule(ops, {3: [1], 4: [2]}), link=Link(1.0, 1.0, late_seconds=9))
+    ends = dict(zip(later.order, later.ends, strict=True))
+    assert ends == {0: 4.0, 1: 1.0, 2: 4.0, 3: 5.0, 4: 6.0}
 
 
 def test_what_runs_in_the_loop_lets_nothing_else_begin():

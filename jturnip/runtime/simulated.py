@@ -75,8 +75,8 @@ class _VirtualEngines:
 
     def wait(self, few_runs: int) -> list[tuple[int, float]]:
         first = self._events[0][0]
-        if first < self._free[COMPUTE]:
-            first += self._link.late_seconds
+        # A core is free at the latest when there is nothing to compute.
+        first = max(first, min(first + self._link.late_seconds, self._free[COMPUTE]))
         self._now = max(self._now, first)
         events = []
         while self._events and self._events[0][0] <= self._now:

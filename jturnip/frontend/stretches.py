@@ -326,11 +326,8 @@ class Stretches:
         """Those of `members` that are on one side of all `ends`: that which writes more,
         if the value is there."""
         equations = self.flat.equations
-        before = set(ends)
         after = self._after(ends, range(min(ends), max(members) + 1))
-        for i in range(max(ends), min(members) - 1, -1):
-            if not before.isdisjoint(self._readers_of[i]):
-                before.add(i)
+        before = self._before(ends, range(min(members), max(ends) + 1))
         sides = [[i for i in members if i not in gone] for gone in (after, before)]
         there = [
             side
@@ -390,12 +387,7 @@ class Stretches:
     def between(self, working: Collection[int]) -> tuple[int, ...]:
         """Some equations, with all equations on a way from one of these to another."""
         among = range(min(working), max(working) + 1)
-        before = set(working)
-        after = self._after(working, among)
-        for i in reversed(among):
-            if not before.isdisjoint(self._readers_of[i]):
-                before.add(i)
-        return tuple(sorted(after & before))
+        return tuple(sorted(self._after(working, among) & self._before(working, among)))
 
     def leads_to(self, i: int, j: int) -> bool:
         """Whether an equation needs what another gives, however indirectly."""
@@ -408,6 +400,14 @@ class Stretches:
             if not after.isdisjoint(self._writers_for[i]):
                 after.add(i)
         return after
+
+    def _before(self, equations: Collection[int], among: range) -> set[int]:
+        """Some equations, with all of a range that give what they need."""
+        before = set(equations)
+        for i in reversed(among):
+            if not before.isdisjoint(self._readers_of[i]):
+                before.add(i)
+        return before
 
     def _found(
         self, equations: tuple[int, ...], working: Mapping[int, int], dims: dict[int, int]

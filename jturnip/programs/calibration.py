@@ -129,10 +129,15 @@ def _copies(nbytes: int, source: _Sharding, target: _Sharding) -> _Copies:
     return _Copies(*map(first_quarter, zip(*times[_WARM_UP:], strict=True)))
 
 
+def _operand(nbytes: int, sharding: _Sharding) -> jax.Array:
+    """A square matrix that with its product takes about so many bytes."""
+    n = math.isqrt(nbytes // 8)
+    return memory.zeros(jax.ShapeDtypeStruct((n, n), np.float32), sharding)
+
+
 def _product(nbytes: int, ways: Sequence[tuple[_Sharding, _Sharding]]) -> tuple[Any, Any]:
     """A product that with its result takes about so many bytes, and its operand."""
-    n = math.isqrt(nbytes // 8)
-    operand = memory.zeros(jax.ShapeDtypeStruct((n, n), np.float32), ways[0][1])
+    operand = _operand(nbytes, ways[0][1])
     return jax.jit(jnp.matmul).lower(operand, operand).compile(), operand
 
 
@@ -182,8 +187,7 @@ def _late_beside_products(nbytes: int, sharding: _Sharding) -> float:
 
     Most are short and a few long, and the waits of a run add up: their mean.
     """
-    n = math.isqrt(min(nbytes, _SHORT_BYTES) // 8)
-    operand = memory.zeros(jax.ShapeDtypeStruct((n, n), np.float32), sharding)
+    operand = _operand(min(nbytes, _SHORT_BYTES), sharding)
     products = jax.jit(lambda a, times: jax.lax.fori_loop(0, times, lambda i, b: a @ b, a))
     products = products.lower(operand, 0).compile()
     began = time.perf_counter()

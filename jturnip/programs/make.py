@@ -162,8 +162,9 @@ def _tries(
     def streamed(attempt: int, drive_all: bool = False) -> FlatJaxpr:
         streaming = attempts.streaming(avals, arguments, budget, attempt)
         # What is between loops is cut along axes, which may be others than the rows.
-        also = {"drive_all": drive_all, "cut_arrays": not how.axes}
-        streaming = dataclasses.replace(streaming, rates=expected, **also)
+        streaming = dataclasses.replace(
+            streaming, rates=expected, drive_all=drive_all, cut_arrays=not how.axes
+        )
         return flatten(closed, forwarded, streaming, condition, seen)
 
     for attempt in how.attempts if not (how.axes and how.finest) else ():

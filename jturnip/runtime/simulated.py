@@ -76,8 +76,8 @@ class _VirtualEngines:
     def wait(self, few_runs: int) -> list[tuple[int, float]]:
         first = self._events[0][0]
         # A core is free at the latest when there is nothing to compute.
-        first = max(first, min(first + self._link.late_seconds, self._free[COMPUTE]))
-        self._now = max(self._now, first)
+        late = min(first + self._link.late_seconds, self._free[COMPUTE])
+        self._now = max(self._now, first, late)
         events = []
         while self._events and self._events[0][0] <= self._now:
             end, op = heapq.heappop(self._events)

@@ -210,8 +210,10 @@ class Signature:
         results = call(self.function, args)
         count = len(results) - len(held)
         for reference, value in zip(held, results[count:], strict=True):
-            before = compat.value_of(reference)
-            compat.set_value(reference, memory.placed(value, before.sharding))
+            where = compat.value_of(reference).sharding
+            if isinstance(value, compat.array_type()) and value.sharding == where:
+                where = None  # it lies there already
+            compat.set_value(reference, memory.placed(value, where))
         return results[:count]
 
 

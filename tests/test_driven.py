@@ -852,7 +852,8 @@ def with_stacks(x: Any) -> Any:
 def test_a_kernel_is_made_in_each_iteration_where_it_has_no_room(fn, share):
     x = np.random.default_rng(0).normal(size=(700, 3)).astype(np.float32)
     gpu_bytes = int(share * jturnip.peak_bytes(fn, x))
-    f = jturnip.jit(fn, gpu_bytes)
+    # To move the kernel is no faster, whatever the tasks take on the machine at hand.
+    f = jturnip.jit(fn, gpu_bytes, link=jturnip.SimulatedLink(5e7, 5e7))
     # Sums of 700 in another order, in each of some iterations.
     assert_same(f(jturnip.host(x)), jax.jit(fn)(x), ulps=512)
     assert f.last_run.peak_bytes <= gpu_bytes

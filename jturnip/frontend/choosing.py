@@ -13,7 +13,6 @@ from typing import Any
 from jturnip.frontend import costs, parts
 from jturnip.frontend.axes import Known, rules
 from jturnip.frontend.cutting import Blocks, Cutting, Tasks, with_cuttings
-from jturnip.frontend.memory_model import inner_bytes
 from jturnip.frontend.sets import Joined
 from jturnip.frontend.stretches import Stretch, Stretches
 from jturnip.frontend.values import Constant, Equation, FlatJaxpr, read_by
@@ -71,16 +70,24 @@ class Search:
     # name by their ids.
     uncut: dict[Any, bool] = field(default_factory=dict)
     named: dict[int, Any] = field(default_factory=dict)
-    # What a function (kept for its id) becomes by being cut so; and what was found for it
-    # where the same is large (`Room.key`).
-    cut: dict[Any, tuple[FlatJaxpr, FlatJaxpr]] = field(default_factory=dict)
+    # What a function (by its id) becomes by being cut so; and what was found for it where
+    # the same is large (`Room.key`).
+    cut: dict[Any, FlatJaxpr] = field(default_factory=dict)
     found: dict[Any, "_Found"] = field(default_factory=dict)
+    # Of a function (by its id, which it keeps), what finds its stretches.
+    stretches: dict[int, Stretches] = field(default_factory=dict)
     visited: int = 0
     apart: int = 0
     # How often there were more parts than need be, so that stretches can be side by side;
     # and how often they were.
     finer: int = 0
     abreast: int = 0
+
+    def stretches_of(self, flat: FlatJaxpr) -> Stretches:
+        """What finds the stretches of a function, and keeps it."""
+        if id(flat) not in self.stretches:
+            self.stretches[id(flat)] = Stretches(flat, rules(flat, parts.works, self.rules))
+        return self.stretches[id(flat)]
 
     def see(self, count: int, apart: bool) -> bool:
         """Counts equations that are looked at; whether these are not too many."""
@@ -122,11 +129,10 @@ class Room:
         """How many equations what is cut may become."""
         return _MOST_EQUATIONS_APART if self.apart else _MOST_EQUATIONS
 
-    def key(self, flat: FlatJaxpr) -> Any:
-        """The same for rooms in which the same is found for a function: what is large
-        matters only by which values are so, at first and where less is (`_Choice.cut`)."""
-        inner = (inner_bytes(e.origin) for e in flat.equations)
-        sizes = sorted({*(t.nbytes for t in flat.types), *inner})
+    def key(self, sizes: Sequence[int]) -> Any:
+        """The same for rooms in which the same is found for a function of which something
+        has these sizes, in order: what is large matters only by which values are so, at
+        first and where less is (`_Choice.cut`)."""
         larger, least = [], self.least
         while True:
             count = len(sizes) - bisect.bisect_right(sizes, least)
@@ -148,25 +154,23 @@ def cut_once(
 ) -> tuple[FlatJaxpr, tuple[Any, ...]]:
     """A function cut over tasks or in blocks, and what was cut how; nothing where nothing
     was."""
-    key = id(flat), tasks, room.key(flat)
+    stretches = search.stretches_of(flat)
+    key = id(flat), tasks, room.key(stretches.sizes)
     if key in search.found:
         found = search.found[key]
         search.finer += found.finer
         search.abreast += found.abreast
         return found.cut, found.how
     finer, abreast = search.finer, search.abreast
-    cut, how = _cut_anew(flat, room, tasks, search)
-    search.found[key] = _Found(
-        flat, cut, how, search.finer - finer, search.abreast - abreast
-    )
+    cut, how = _cut_anew(stretches, room, tasks, search)
+    search.found[key] = _Found(cut, how, search.finer - finer, search.abreast - abreast)
     return cut, how
 
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What a function (kept for its id) becomes, and how; and what `Search` counts."""
+    """What a function becomes, and how; and what `Search` counts."""
 
-    flat: FlatJaxpr
     cut: FlatJaxpr
     how: tuple[Any, ...]
     finer: int
@@ -174,12 +178,12 @@ class _Found:
 
 
 def _cut_anew(
-    flat: FlatJaxpr,
+    stretches: Stretches,
     room: Room,
     tasks: bool,
     search: Search,
 ) -> tuple[FlatJaxpr, tuple[Any, ...]]:
-    stretches = Stretches(flat, rules(flat, parts.works, search.rules))
+    flat = stretches.flat
     choice = _Choice(stretches, room, tasks, search)
     ruled = stretches.ruled()
     if tasks:
@@ -195,8 +199,8 @@ def _cut_anew(
     how = tuple(c.key for c in choice.cuttings)
     key = id(flat), how
     if key not in search.cut:
-        search.cut[key] = flat, with_cuttings(stretches, choice.cuttings)
-    return search.cut[key][1], how
+        search.cut[key] = with_cuttings(stretches, choice.cuttings)
+    return search.cut[key], how
 
 
 class _Choice:

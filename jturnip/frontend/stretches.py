@@ -161,6 +161,8 @@ class Stretches:
         self.results = frozenset(flat.result_values)
         # Bytes that each equation holds beside what it reads and writes.
         self.inner = [inner_bytes(e.origin) for e in flat.equations]
+        # How large its values are, and what its equations hold, in order.
+        self.sizes = sorted({*(t.nbytes for t in flat.types), *self.inner})
         self.writer = {v: i for i, e in enumerate(flat.equations) for v in e.outputs}
         self.readers: dict[int, list[int]] = {}
         for i, e in enumerate(flat.equations):
@@ -179,6 +181,9 @@ class Stretches:
             () if rule is None else tuple(_sides(e, rule))
             for e, rule in zip(flat.equations, of_equation, strict=True)
         ]
+        # What was found before: it depends on nothing but what is asked.
+        self._sets: dict[tuple[tuple[int, ...], int], list[list[int]]] = {}
+        self._stretches: dict[tuple[tuple[int, ...], int, int], Stretch | None] = {}
 
     def ruled(self) -> list[int]:
         """The equations that have a rule."""
@@ -187,6 +192,12 @@ class Stretches:
     def together(self, among: Sequence[int], least: int) -> list[list[int]]:
         """Equations that read, write or hold more than `least`, in sets: those that pass
         such values to one another are in one, with all that is on the way between them."""
+        key = tuple(among), least
+        if key not in self._sets:
+            self._sets[key] = self._together(among, least)
+        return self._sets[key]
+
+    def _together(self, among: Sequence[int], least: int) -> list[list[int]]:
         types, inside = self.flat.types, set(among)
         joined = Joined[int]()
         for i in sorted(among):
@@ -260,7 +271,14 @@ class Stretches:
         others, is cut along an axis of the same length, if it has one: so are the layers
         between the first layer and its gradients, if each passes on sums only.
         """
-        seeds = {value: dim}
+        key = tuple(members), value, dim
+        if key not in self._stretches:
+            self._stretches[key] = self._widest(members, {value: dim})
+        return self._stretches[key]
+
+    def _widest(self, members: Sequence[int], seeds: Mapping[int, int]) -> Stretch | None:
+        """The stretch along dimensions of some values, and of what would stand in it whole
+        along others as long."""
         found = self._along(members, seeds)
         for _ in range(_MOST_SEEDS):
             if found is None or (more := self._whole_inside(found)) is None:
@@ -373,16 +391,19 @@ class Stretches:
         """The label along which an equation is cut, if it is and can be."""
         if self._rules[i] is None:
             return None
-        dims = cut.dims
-        found = {each[dims[v]] for v, each in self._sides[i] if v in dims}
-        label = found.pop() if len(found) == 1 else None
+        dims, label = cut.dims, None
+        for v, labels in self._sides[i]:
+            if v in dims:
+                here = labels[dims[v]]
+                if here is None or label not in (None, here):
+                    return None
+                label = here
         if label is None:
             return None
-        agree = all(
-            dims.get(v, dim) == dim and v not in cut.whole
-            for v, dim in self._labelled(i, label)
-        )
-        return label if agree else None
+        for v, dim in self._labelled(i, label):
+            if dims.get(v, dim) != dim or v in cut.whole:
+                return None
+        return label
 
     def between(self, working: Collection[int]) -> tuple[int, ...]:
         """Some equations, with all equations on a way from one of these to another."""

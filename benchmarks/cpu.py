@@ -26,6 +26,7 @@ from benchmarks import (
     lengths,
     link,
     measure,
+    mistaken,
     planning,
     predictions,
     steps,
@@ -154,6 +155,7 @@ SECTIONS: dict[str, Callable[[Sizes], Section]] = {
     "generating": lambda s: generating.generating(
         s.generating, s.predicted, s.tokens, s.link_rounds
     ),
+    "mistaken": lambda s: mistaken.mistaken(s.link, s.pair, s.predicted),
 }
 
 

@@ -7,6 +7,9 @@ from typing import Any
 import jax
 
 from jturnip.compiler import executables
+from jturnip.graph.taskgraph import TaskGraph
+from jturnip.programs.planning import in_program_order
+from jturnip.programs.records import Straight
 from jturnip.stages import Compiled, Lowered
 
 
@@ -38,6 +41,15 @@ def executable_count(lowered: Lowered) -> int:
     """How many distinct executables the tasks of a split function have."""
     program: Any = lowered._program
     return len(program.split.executables)
+
+
+def measured_graph(lowered: Lowered) -> tuple[TaskGraph, int] | None:
+    """The tasks of a function that is one plan, with measured times, in the order of the
+    program and each once, and the bytes it has for them; None of a function in pieces."""
+    program = lowered._measured_program(lowered._trials())
+    if not isinstance(program, Straight):
+        return None
+    return in_program_order(program.split).graph, program.plan.memgraph.gpu_bytes
 
 
 def forget_times(lowered: Lowered) -> None:

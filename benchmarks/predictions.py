@@ -36,7 +36,7 @@ def predictions(
       rounds: predictions of each, with tasks measured anew, and runs after it.
     """
     figures: list[Figure] = []
-    for name, fn, state, batch, donated in _functions(language, residues):
+    for name, fn, state, batch, donated in functions(language, residues):
         peak = jturnip.peak_bytes(jax.jit(fn, donate_argnums=donated), state, batch)
         there = jturnip.host(state)
         for budget in budgets:
@@ -73,7 +73,7 @@ def predictions(
     return Section("(j) Predictions", about, tuple(figures))
 
 
-def _functions(
+def functions(
     language: llama.LlamaConfig, residues: pair.PairConfig
 ) -> Iterator[tuple[str, Callable[..., Any], Any, Any, tuple[int, ...]]]:
     """Name, function, state or weights, batch, and what is donated."""

@@ -55,10 +55,11 @@ def mistaken(
     about = (
         "What a plan takes that was made with wrong times of tasks, or a wrong rate of the"
         " link, over what that takes which was made with the true ones; both simulated with"
-        " these, so that nothing but the plan differs. Times as measured here, of the models"
-        f" and budgets of (j), over links that move all state in {_in_words(_LINKS)} times"
-        " what computing takes. A wrong time is that of an executable, in all of its tasks."
-        " `auto` plans, without computing again and without the search for a better order."
+        " these, so that nothing but the plan differs. Times as measured here, of the"
+        " functions and budgets of (j), over links that move all state in"
+        f" {_in_words(_LINKS)} times what computing takes. A wrong time is that of an"
+        " executable, in all of its tasks. `auto` plans, without computing again and"
+        " without the search for a better order."
     )
     return Section("(o) Planned with wrong times", about, tuple(figures))
 
@@ -98,7 +99,7 @@ def _beliefs(graph: TaskGraph, link: Link) -> Iterator[tuple[str, TaskGraph, Lin
 
 
 def _at_random(seed: int, factor: float) -> Belief:
-    """Each executable takes longer or shorter by up to some factor, evenly in logarithms."""
+    """Each executable takes longer or shorter by up to a factor, evenly in logarithms."""
     draw, drawn = random.Random(seed), dict[int, float]()
 
     def seconds(task: Task) -> float:

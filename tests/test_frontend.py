@@ -465,6 +465,19 @@ def test_a_product_worth_a_launch_is_a_task_of_its_own():
     assert heavy == [1, 1, 1]
 
 
+@pytest.mark.parametrize(("share", "tasks"), [(4, 1), (1 / 2, 1), (1 / 16, 1), (0, 6)])
+def test_a_chain_stays_whole_where_one_of_its_equations_holds_as_much(
+    share: float, tasks: int
+):
+    def fn(x: jax.Array, y: jax.Array) -> jax.Array:
+        z = jnp.sin(x) * y
+        return jnp.tanh(z) * jnp.exp(x) + y
+
+    flat = flat_of(fn, x32(64, 64), x32(64, 64))
+    groups = Partitioner(flat, SLOW).partition(int(share * x32(64, 64).nbytes))
+    assert len(groups) == tasks
+
+
 def test_work_too_small_for_a_launch_is_joined():
     fn = lambda x: jnp.tanh(jnp.tanh(x @ x) @ x) @ x
     assert len(Partitioner(flat_of(fn, x32(8, 8)), FAST).partition(1 << 30)) == 1

@@ -166,7 +166,8 @@ class Partitioner:
     # -- cutting -----------------------------------------------------------------------
 
     def partition(self, largest: int) -> list[Group]:
-        """Groups that hold at most `largest` bytes at once, by estimate, where possible."""
+        """Groups that hold at most `largest` bytes at once, by estimate, where possible; of
+        single equations where that is zero."""
         segments = self._joined(self._natural_segments(), largest)
         pieces = itertools.chain.from_iterable(self._split(s, largest) for s in segments)
         return self._groups(list(pieces))
@@ -277,22 +278,36 @@ class Partitioner:
         return Segment(self._model, *segment).shared
 
     def _split(self, segment: tuple[int, int], largest: int) -> list[tuple[int, int]]:
-        """Cuts a segment until every piece holds little enough, or is one equation.
-
-        A piece that is not much too large stays whole if cutting it would hardly help: the
-        halves of a fused chain hold about as much as the chain.
-        """
+        """Cuts a segment until every piece holds little enough, or is one equation, or
+        holds hardly less in pieces."""
         pieces, todo = [], [segment]
         while todo:
             piece = todo.pop()
             held = self._held(piece)
             halves = self._cut_up(piece) if held > largest else [piece]
-            helped = max(map(self._held, halves)) <= _WORTH_CUTTING * held
-            if len(halves) == 1 or (held <= 2 * largest and not helped):
-                pieces.append(piece)
-            else:
+            if len(halves) > 1 and self._is_worth_cutting(piece, held, halves, largest):
                 todo += reversed(halves)
+            else:
+                pieces.append(piece)
         return pieces
+
+    def _is_worth_cutting(
+        self,
+        piece: tuple[int, int],
+        held: int,
+        halves: Sequence[tuple[int, int]],
+        largest: int,
+    ) -> bool:
+        """Whether the halves of a piece hold much less than it does: those of a fused chain
+        do not. Of a piece that is much too large also whether smaller pieces might: not if
+        one equation holds nearly as much by itself. More would be written down for
+        nothing."""
+        much_less = _WORTH_CUTTING * held
+        if not largest or max(map(self._held, halves)) <= much_less:
+            return True
+        return held > 2 * largest and all(
+            self._held((at, at + 1)) <= much_less for at in range(*piece)
+        )
 
     def _cut_up(self, segment: tuple[int, int]) -> list[tuple[int, int]]:
         begin, end = segment

@@ -139,7 +139,7 @@ def checks_of_indices():
 def an_exported_function():
     struct = jax.ShapeDtypeStruct((64, 64), jnp.float32)
     exported = jax.export.export(jax.jit(lambda x: jnp.tanh(x @ x)))(struct)
-    return Case(lambda x: exported.call(x) @ x, (normal(64, 64),))
+    return Case(lambda x: exported.call(x) @ x @ x, (normal(64, 64),))
 
 
 @program()

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import assert_same, memory_kinds, whole_bytes
+from checks import assert_same, memory_kinds, unconstrained_peak, whole_bytes
 from jax import lax
 from jax.experimental import sparse
 
@@ -18,6 +18,7 @@ from jturnip.frontend.axes import Known, rules
 from jturnip.frontend.costs import DeviceRates
 from jturnip.frontend.flatten import flatten
 from jturnip.frontend.parts import works
+from jturnip.frontend.slices import sliced_on_host
 from jturnip.frontend.values import Constant, FlatJaxpr, Parts
 from tests.test_rules import through_time
 
@@ -657,6 +658,39 @@ def test_an_out_of_core_product_is_near_the_limit():
         assert ours.seconds <= at_most * max(compute, moved / rate)
         # The best blocking in half of a matrix: 2 x 2 blocks of the result.
         assert ours.h2d_bytes + ours.d2h_bytes <= 1.15 * 5 * 4 * n * n
+
+
+def levels_of_a_table(table: Any, at: Any, w: Any) -> Any:
+    found = [table[level][at * (level + 1) % table.shape[1]] for level in range(6)]
+    return jnp.tanh(jnp.concatenate(found, -1) @ w).sum(0)
+
+
+def test_parts_that_are_taken_out_in_host_memory_are_windows():
+    args = numbers(6, 64, 8), whole_numbers(64, 30), numbers(48, 4)
+    flat = flat_of(levels_of_a_table, *args)
+    table = flat.inputs[0]
+    sliced = sliced_on_host(flat, {table})
+    assert [s.window.bounds[0] for s in sliced.slices] == [(i, i + 1) for i in range(6)]
+    assert all(s.source == table for s in sliced.slices)
+    assert not any(table in e.inputs for e in sliced.equations)
+    assert sliced_on_host(flat, ()) is flat
+    read_whole = flat_of(lambda x: x[0] @ x.sum((0, 1)), numbers(6, 64, 8))
+    assert sliced_on_host(read_whole, read_whole.inputs) is read_whole
+    every_other = flat_of(lambda x: x[::2] * 2, numbers(6, 8))
+    assert sliced_on_host(every_other, every_other.inputs) is every_other
+    returned = flat_of(lambda x: x[:2], numbers(6, 8))
+    assert sliced_on_host(returned, returned.inputs) is returned
+
+
+@pytest.mark.parametrize("share", [3, 4, 8])
+def test_levels_of_a_table_in_host_memory_come_one_by_one(share: int):
+    table, at = numbers(6, 16384, 8), whole_numbers(16384, 4000)
+    args = table, at, numbers(48, 64)
+    budget = unconstrained_peak(levels_of_a_table, *args) // share
+    f = jturnip.jit(levels_of_a_table, gpu_bytes=budget)
+    expected = jax.jit(levels_of_a_table)(*args)
+    assert_same(f(*jturnip.host(args)), expected, ulps=64)  # sums in another order
+    assert f.last_run.h2d_bytes <= 1.5 * table.nbytes
 
 
 def test_nothing_is_cut_where_all_is_small():

@@ -30,6 +30,7 @@ from jturnip.frontend.costs import DeviceRates, slow_in_loops
 from jturnip.frontend.rules import Rule
 from jturnip.frontend.running import rows_as_blocks
 from jturnip.frontend.shifting import shifted
+from jturnip.frontend.slices import sliced_on_host
 from jturnip.frontend.values import Constant, Equation, FlatJaxpr
 from jturnip.units import format_bytes
 
@@ -100,7 +101,7 @@ def cut_along_axes(
     """
     arena -= nbytes_of(flat, where.staying)
     known = Known()
-    flat = rows_as_blocks(flat, arena)
+    flat = sliced_on_host(rows_as_blocks(flat, arena), where.hosted)
     if arena <= 0 or not _may_be_cut(flat, arena, where, known):
         return
     large = large_for(arena, rates, seconds_per_byte)

@@ -682,7 +682,7 @@ def test_parts_that_are_taken_out_in_host_memory_are_windows():
     assert sliced_on_host(returned, returned.inputs) is returned
 
 
-@pytest.mark.parametrize("share", [3, 4, 8])
+@pytest.mark.parametrize("share", [3, 4])
 def test_levels_of_a_table_in_host_memory_come_one_by_one(share: int):
     table, at = numbers(6, 16384, 8), whole_numbers(16384, 4000)
     args = table, at, numbers(48, 64)

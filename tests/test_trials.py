@@ -1,9 +1,8 @@
 """Tests of `jturnip.compiler.trials`."""
 
 import contextlib
-import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,7 +11,7 @@ import pytest
 
 from jturnip import placement
 from jturnip.compiler.executables import Executable
-from jturnip.compiler.trials import Trials, looked_up, try_out
+from jturnip.compiler.trials import Trials, try_out
 from jturnip.units import GRANULE
 
 
@@ -121,38 +120,3 @@ def test_a_trial_that_fails_says_so_and_leaves_nothing_measured():
     with pytest.raises(RuntimeError, match="no"):
         tried([executable], trials_in(64 * MIB))
     assert executable.seconds is None
-
-
-def test_what_is_looked_up_by_position_is_known():
-    def eqns(fn: Callable[..., Any], *args: Any) -> list[Any]:
-        return jax.make_jaxpr(fn)(*args).jaxpr.eqns
-
-    table, at = np.zeros((50, 7), np.float32), np.zeros(20, np.int32)
-    assert looked_up(eqns(lambda x, i: x * i.sum(), table, at)) == 0
-    assert looked_up(eqns(lambda x, i: x[i], table, at)) == 50
-    assert looked_up(eqns(lambda x, i: x.at[:, i].add(1), table, at)) == 7
-    both = lambda x, i: (x[i], jax.jit(lambda x: x.T[i])(x))
-    assert looked_up(eqns(both, table, at)) == 7
-
-
-@pytest.mark.parametrize(
-    ("below", "dtype", "most"),
-    [(50, np.int32, 49), (50, np.uint8, 49), (1000, np.int8, 126), (0, np.int32, 0)],
-)
-def test_positions_are_anywhere_on_an_axis(below: int, dtype: Any, most: int):
-    seen: list[np.ndarray] = []
-    executable = dataclasses.replace(
-        Recorded().executable("a"),
-        call=lambda *operands: [seen.append(np.asarray(x)) or x for x in operands],
-        arguments=tuple(
-            jax.ShapeDtypeStruct((5000,), dtype) for dtype in (dtype, np.float32, bool)
-        ),
-        looked_up=below,
-    )
-    tried([executable], trials_in(MIB))
-    numbers, *others = seen[:3]
-    assert (numbers.min(), numbers.max()) == (0, most)
-    assert not any(other.any() for other in others)
-    if below:
-        steps = np.abs(np.diff(numbers.astype(int)))
-        assert np.mean(steps) > most / 5  # a third of it is expected

@@ -28,7 +28,7 @@ from jturnip.compat import Device
 from jturnip.compiler.origin import Origin, compile_lowered
 from jturnip.compiler.progress import progress_bar
 from jturnip.compiler.report import CompileReport
-from jturnip.compiler.trials import looked_up, may_be_tried
+from jturnip.compiler.trials import may_be_tried
 from jturnip.frontend import costs
 from jturnip.frontend.hints import calls_out
 from jturnip.frontend.keys import constant_key, context_key, params_key, type_key
@@ -54,8 +54,6 @@ class Executable:
     # Whether it may be run on zeros: no loop that might not end, no call out of XLA, and
     # no argument that cannot be made from numpy's zeros.
     may_be_tried: bool
-    # Positions of what is looked up are below this; zero if nothing is.
-    looked_up: int = 0
     # (result, argument), by position: the one is written over the other, which is used up.
     overwrites: tuple[tuple[int, int], ...] = ()
     # Time of one call as measured, or None; and of it, until the call returns.
@@ -391,7 +389,6 @@ def _compile(
             [flat.equations[e].origin for e in group.equations],
             [flat.types[v].dtype for v in group.inputs],
         ),
-        looked_up=looked_up(flat.equations[e].origin for e in group.equations),
         overwrites=group.overwrites,
     )
     return executable, origin

@@ -1,12 +1,10 @@
 """Executables tried out on zeros: what a call of each takes.
 
-What a run does is what is measured: operands that lie in no cache since they were made,
-rows that are looked up here and there, and the end of a task as its mark tells it, before
-any thread that waits for it has woken up.
+What a run does is what is measured: operands that lie in no cache since they were made, and
+the end of a task as its mark tells it, before any thread that waits for it has woken up.
 """
 
 import contextlib
-import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -71,32 +69,6 @@ def _may_be_tried(eqn: Any) -> bool:
         return False
     bodies = (getattr(closed, "jaxpr", closed) for closed in nested(eqn))
     return all(_may_be_tried(e) for body in bodies for e in body.eqns)
-
-
-def looked_up(eqns: Iterable[Any]) -> int:
-    """The length of the shortest axis of which equations read or write positions that they
-    are given; zero if they do with none."""
-    lengths = [
-        eqn.invars[0].aval.shape[dim] for eqn in _all(eqns) for dim in _by_position(eqn)
-    ]
-    return min(lengths, default=0)
-
-
-def _all(eqns: Iterable[Any]) -> Iterator[Any]:
-    """Equations, and those of what they call."""
-    for eqn in eqns:
-        yield eqn
-        for closed in nested(eqn):
-            yield from _all(getattr(closed, "jaxpr", closed).eqns)
-
-
-def _by_position(eqn: Any) -> Sequence[int]:
-    """Dimensions of its first operand along which it is given positions."""
-    numbers = eqn.params.get("dimension_numbers")
-    for name in ("start_index_map", "scatter_dims_to_operand_dims"):
-        if (dims := getattr(numbers, name, None)) is not None:
-            return dims
-    return ()
 
 
 def _can_be_made_up(dtype: Any) -> bool:
@@ -170,8 +142,7 @@ class _Trial:
 
     def make_operands(self, sharding: jax.sharding.Sharding) -> None:
         began = time.perf_counter()
-        below = self.executable.looked_up
-        self._operands = [_made_up(a, below, sharding) for a in self.executable.arguments]
+        self._operands = [memory.zeros(a, sharding) for a in self.executable.arguments]
         jax.block_until_ready(self._operands)
         self.spent_seconds += time.perf_counter() - began
 
@@ -182,16 +153,6 @@ class _Trial:
         self.seconds.append(over - began)
         self.dispatch_seconds.append(returned - began)
         self.spent_seconds += over - began
-
-
-def _made_up(
-    struct: jax.ShapeDtypeStruct, below: int, sharding: jax.sharding.Sharding
-) -> jax.Array:
-    """Zeros; where positions are looked up, whole numbers below so many may be these."""
-    if below and math.prod(struct.shape) > 1 and np.issubdtype(struct.dtype, np.integer):
-        most = int(np.iinfo(struct.dtype).max)
-        return memory.positions(struct, min(below, most), sharding)
-    return memory.zeros(struct, sharding)
 
 
 class _Clock:

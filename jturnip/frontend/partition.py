@@ -23,6 +23,7 @@ from jturnip.frontend.costs import HEAVY, RENAMING, DeviceRates, nested
 from jturnip.frontend.memory_model import Model, Segment
 from jturnip.frontend.order import order_equations
 from jturnip.frontend.values import FlatJaxpr
+from jturnip.units import padded
 
 
 # Equations that a reader may repeat: nothing in them but memory traffic.
@@ -186,6 +187,21 @@ class Partitioner:
             segment = (begin, begin + len(own))
             pieces += self._cut_up(segment) if index in too_large else [segment]
         return self._groups(pieces)
+
+    def least_of_piece(self, group: Group, nbytes: int) -> int:
+        """What the neediest piece of a group surely needs, however it is cut, where the
+        whole needs so many bytes by XLA's own figure: what the other equations touch is
+        taken off twice, since XLA may hold a copy of it, and so is what they hold."""
+        touched = {
+            e: {*self._reads[e], *self._flat.equations[e].outputs} - self._model.staying
+            for e in group.equations
+            if e in self._position
+        }
+        bytes_of = lambda values: sum(padded(self._nbytes[v]) for v in values)
+        inner = {e: self._model.inner[e] for e in touched}
+        others = 2 * bytes_of(set().union(*touched.values())) + sum(inner.values())
+        own = (2 * bytes_of(values) + inner[e] for e, values in touched.items())
+        return nbytes - others + max(own)
 
     def _natural_segments(self) -> list[tuple[int, int]]:
         """Positions [begin, end) with one heavy equation each, where there is one."""

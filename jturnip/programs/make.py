@@ -507,6 +507,7 @@ def _straight(
         how.returned,
         how.executables,
         how.accelerator,
+        how.thorough,
     )
     if how.trials is not None:
         split = planning.measure(split, how.trials)

@@ -87,6 +87,9 @@ class How:
     streams: bool = True
     # Whether what does not fit is cut along its axes.
     axes: bool = True
+    # Whether tasks are cut as fine as they can be also where that is hopeless, to know what
+    # they need then.
+    thorough: bool = False
     # Which attempts are made (`attempts.streaming`): those inside a loop are its own.
     attempts: tuple[int, ...] = tuple(range(attempts.ATTEMPTS))
     # Whether any plan will do, since it is only asked whether there is one.

@@ -42,9 +42,8 @@ def refusal_that_is_true(
       runs_whole: whether the function runs as one executable in so many bytes; they are
         not tried then.
     """
-    uncut = _of_all_pieces(
-        lambda budget: make(budget, dataclasses.replace(how, axes=False)), uncut, runs_whole
-    )
+    as_it_is = dataclasses.replace(how, axes=False, thorough=True)
+    uncut = _of_all_pieces(lambda budget: make(budget, as_it_is), uncut, runs_whole)
     for _ in range(_TRIES_CUT):
         if cut.needed_bytes > _WORTH * uncut.needed_bytes:
             break

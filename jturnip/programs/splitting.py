@@ -49,6 +49,7 @@ def split(
     returned: Returned = NOTHING_KNOWN,
     used: list[Executable] | None = None,
     accelerator: Accelerator | None = None,
+    thorough: bool = True,
 ) -> Split:
     """Cuts a function into tasks that fit in a budget, and compiles them.
 
@@ -64,6 +65,8 @@ def split(
         the device go to host memory.
       used: grows by the executables, so that they live until they can be used again.
       accelerator: what it is for, where that is not the device at hand.
+      thorough: whether tasks are cut as fine as they can be also where one equation surely
+        needs too much: the refusal then asks for what that takes.
 
     Raises:
       DoesNotFit: where a single equation, or the caller's own arrays, need more.
@@ -87,9 +90,14 @@ def split(
         if smallest_budget(graph) <= arena:
             break
         kept_bytes = resident_bytes(graph)
-        too_large = {t.id for t in graph.tasks if task_bytes(graph, t) + kept_bytes > arena}
-        finer = partitioner.refine(groups, frozenset(too_large))
-        if len(finer) == len(groups):
+        sizes = [task_bytes(graph, t) for t in graph.tasks]
+        too_large = {t for t, size in enumerate(sizes) if size + kept_bytes > arena}
+        hopeless = not thorough and any(
+            partitioner.least_of_piece(groups[t], sizes[t]) + kept_bytes > arena
+            for t in too_large
+        )
+        finer = [] if hopeless else partitioner.refine(groups, frozenset(too_large))
+        if len(finer) <= len(groups):
             raise _refusal(graph, budget, device)
         groups = finer
     least = lambda there: _least_when_cut(flat, partitioner, arguments, graph, arena, there)

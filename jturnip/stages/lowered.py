@@ -425,11 +425,11 @@ class Lowered:
         made = functools.partial(make_program, closed, forwarded, to_host=to_host)
         without_rows = self._without_rows()
         here = how if without_rows is None else dataclasses.replace(how, streams=False)
-        uncut_here = dataclasses.replace(here, axes=False)
         own = Budget(self.gpu_bytes)
 
-        def uncut() -> Program:
-            program = made(self._given, own, uncut_here)
+        def uncut(thorough: bool = False) -> Program:
+            as_it_is = dataclasses.replace(here, axes=False, thorough=thorough)
+            program = made(self._given, own, as_it_is)
             return or_in_blocks(program, closed, forwarded, self._given, own, here, to_host)
 
         # As it is; then with what is ours in host memory; then cut along axes, with loops
@@ -438,10 +438,8 @@ class Lowered:
             return uncut()
         except DoesNotFit:
             self._given = _on_host_all(self._given)
-        try:
+        with contextlib.suppress(DoesNotFit):
             return uncut()
-        except DoesNotFit as error:
-            by_rows = error.with_traceback(None) if without_rows is None else without_rows
         ways = [here]
         if without_rows is not None and self._may_take_loops_apart(without_rows):
             ways.append(how)
@@ -451,6 +449,12 @@ class Lowered:
                 return made(self._given, own, way)
             except DoesNotFit as error:
                 refusals.append(error.with_traceback(None))
+        by_rows = without_rows
+        if by_rows is None:  # what was hopeless is cut, to know what it needs then
+            try:
+                return uncut(thorough=True)
+            except DoesNotFit as error:
+                by_rows = error.with_traceback(None)
         cut = min(refusals, key=lambda refusal: refusal.needed_bytes)
         make = lambda nbytes, how: made(self._given, Budget(nbytes), how)
         refusal = refusal_that_is_true(make, how, cut, by_rows, self._runs_whole_in)

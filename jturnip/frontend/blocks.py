@@ -57,7 +57,7 @@ _SHARES_APART = (0.5, 0.125)
 # that takes at most so many times what it takes to move it there and back: parts that are
 # moved are tasks of their own.
 _LARGE = 1 / 2
-_CHEAPER = 4
+_CHEAPER = 8
 # How often what is cut into tasks may be cut again, along another axis.
 _AXES = 3
 
@@ -70,6 +70,8 @@ class Ways:
     # Whether more is put together of parts than there is room for. Only where XLA fuses
     # that with what reads it, it fits.
     doubtful: bool = False
+    # Whether something large is made anew in them rather than kept.
+    anew: bool = False
 
 
 def _tries() -> Iterator[tuple[int, float, bool, bool, float]]:
@@ -87,6 +89,7 @@ def cut_along_axes(
     rates: DeviceRates,
     platform: str,
     seconds_per_byte: float,
+    anew: bool = True,
 ) -> Iterator[Ways]:
     """The function with its large stretches cut, in some ways that are worth trying; the
     doubtful ones last.
@@ -98,6 +101,8 @@ def cut_along_axes(
       rates: what the device is expected to do.
       platform: the device's.
       seconds_per_byte: what it takes to move a byte to host memory and back.
+      anew: whether there are ways in which what is large is made anew rather than kept;
+        they come before those without.
     """
     arena -= nbytes_of(flat, where.staying)
     known = Known()
@@ -106,26 +111,29 @@ def cut_along_axes(
         return
     large = large_for(arena, rates, seconds_per_byte)
     doubtful: list[Ways] = []
-    for each in _written_otherwise(flat, arena, large, known):
+    for each, has_copies in _written_otherwise(flat, arena, large, known):
+        if has_copies and not anew:
+            continue
         for ways in _in_some_ways(each, where, arena, rates, platform, known):
             sure = tuple(cut for cut in ways if not _joins_too_much(cut, arena))
             if sure:
-                yield Ways(sure)
+                yield Ways(sure, anew=has_copies)
             else:
-                doubtful.append(Ways(tuple(ways), doubtful=True))
+                doubtful.append(Ways(tuple(ways), doubtful=True, anew=has_copies))
     yield from doubtful
 
 
 def _written_otherwise(
     flat: FlatJaxpr, arena: int, large: Large, known: Known
-) -> Iterator[FlatJaxpr]:
-    """The function in forms in which more of it can be cut, then as it is."""
+) -> Iterator[tuple[FlatJaxpr, bool]]:
+    """The function in forms in which more of it can be cut, then as it is; and whether
+    something is made anew in each."""
     seen: list[FlatJaxpr] = []
     for form in (shifted(flat, arena), flat):
         for each in (made_anew(form, large, known), form):
             if all(each is not before for before in seen):
                 seen.append(each)
-                yield each
+                yield each, each is not form
 
 
 def large_for(arena: int, rates: DeviceRates, seconds_per_byte: float) -> Large:

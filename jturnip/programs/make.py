@@ -4,7 +4,9 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from jturnip import compat
@@ -44,6 +46,9 @@ _TIMES = 3
 _MUCH = 4
 _SOME_WAYS = 4
 _SOME_TASKS = 1000
+# What has so many times the equations of another way that fits is not faster, and takes
+# long to plan: of nine functions it never was.
+_TIMES_FEWEST = 2
 # Where a plan as it is takes so many times what its tasks do by themselves, so many ways to
 # cut it are looked at.
 _WAITS = 1.5
@@ -387,34 +392,69 @@ def _cut_along_axes(
     to_host: Collection[int],
 ) -> Straight:
     """One plan for all tasks, with large stretches cut in the first way that fits; where
-    that moves much, in the fastest of some, as predicted."""
-    refusal: DoesNotFit | None = None
-    found: list[Straight] = []
-    arena = budget.arena(arguments.device)
-    if places.bytes_at_start(flat, arguments) <= arena:
-        for together in _ways(flat, arguments, budget, how):
+    that moves much, or makes something anew, in the fastest of some, as predicted."""
+    make = lambda cut: _straight(cut, arguments, budget, how, to_host)
+    compared = _Compared(flat, make, how.any_plan)
+    if places.bytes_at_start(flat, arguments) <= budget.arena(arguments.device):
+        has_copies = compared.look(_ways(flat, arguments, budget, how))
+        if has_copies and not how.any_plan:
+            compared.look(_ways(flat, arguments, budget, how, anew=False))
+    if compared.found:
+        return min(compared.found, key=lambda made: made.plan.predicted_seconds)
+    if not compared.refusals:  # there is no way: so it says what it needs as it is
+        return make(flat)
+    raise min(compared.refusals, key=lambda refusal: refusal.needed_bytes)
+
+
+@dataclass(slots=True)
+class _Compared:
+    """What a function becomes in different ways to cut it."""
+
+    flat: FlatJaxpr
+    make: Callable[[FlatJaxpr], Straight]
+    # Whether any plan will do.
+    any_plan: bool
+    found: list[Straight] = field(default_factory=list)
+    refusals: list[DoesNotFit] = field(default_factory=list)
+
+    def look(self, ways: Iterator[Ways]) -> bool:
+        """Makes some of these until one moves little, or enough is known; whether one of
+        those that fit makes something anew."""
+        found: list[Straight] = []
+        anew, looked = False, 0
+        for together in ways:
             if found and together.doubtful:
                 break
-            before = len(found)
-            for cut in together.cut:
-                if how.any_plan and found:
-                    break
-                try:
-                    found.append(_straight(cut, arguments, budget, how, to_host))
-                except DoesNotFit as error:
-                    if refusal is None or error.needed_bytes < refusal.needed_bytes:
-                        refusal = error.with_traceback(None)
-            if len(found) == before:
+            fit = self._of(together.cut, found)
+            if not fit:
                 continue
+            looked += fit
+            anew |= together.anew
             tasks = sum(len(made.split.graph.tasks) for made in found)
-            enough = how.any_plan or len(found) >= _SOME_WAYS or tasks > _SOME_TASKS
-            if enough or any(_moves_little(made.plan, flat) for made in found):
+            enough = self.any_plan or looked >= _SOME_WAYS or tasks > _SOME_TASKS
+            if enough or any(_moves_little(made.plan, self.flat) for made in found):
                 break
-    if found:
-        return min(found, key=lambda made: made.plan.predicted_seconds)
-    if refusal is None:  # there is no way: so it says what it needs as it is
-        return _straight(flat, arguments, budget, how, to_host)
-    raise refusal
+        self.found += found
+        return anew
+
+    def _of(self, ways: Sequence[FlatJaxpr], found: list[Straight]) -> int:
+        """Makes those that may be faster than what was found, which grows; how many fit,
+        or are not made."""
+        count = 0
+        for cut in ways:
+            fewest = min((len(made.flat.equations) for made in found), default=math.inf)
+            if self.any_plan and count:
+                break
+            if len(cut.equations) > _TIMES_FEWEST * fewest:
+                count += 1
+                continue
+            try:
+                found.append(self.make(cut))
+            except DoesNotFit as error:
+                self.refusals.append(error.with_traceback(None))
+            else:
+                count += 1
+        return count
 
 
 def _moving_once(
@@ -441,6 +481,7 @@ def _ways(
     arguments: Arguments,
     budget: Budget,
     how: How,
+    anew: bool = True,
 ) -> Iterator[Ways]:
     device = arguments.device
     expected = rates(device, how.accelerator)
@@ -451,6 +492,7 @@ def _ways(
         expected,
         device.platform,
         _seconds_per_byte(arguments, how),
+        anew,
     )
 
 

@@ -26,6 +26,7 @@ from jturnip.hardware import Accelerator, HostLink, accelerator, host_link
 from jturnip.placement import Arguments, Budget, Returned, Wanted, Whose
 from jturnip.programs import bounds, places
 from jturnip.programs.bounds import least_whole_bytes, whole_bytes
+from jturnip.programs.calibration import calibrate
 from jturnip.programs.devices import link_of, rates
 from jturnip.programs.keeping import bytes_at_end, keeping
 from jturnip.programs.make import make_program, or_in_blocks, remeasured, searched
@@ -389,6 +390,8 @@ class Lowered:
         how = self._how(trials)
         if used is not None:
             how = dataclasses.replace(how, executables=used)
+        if trials is not None:  # what may be moved and what had better be made anew
+            calibrate(self._arguments.device, trials)
         try:
             return searched(self._made(how), Budget(self.gpu_bytes), how)
         except DoesNotFit as refusal:

@@ -15,7 +15,7 @@ readers: each group that reads it repeats it.
 
 import bisect
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -188,20 +188,38 @@ class Partitioner:
             pieces += self._cut_up(segment) if index in too_large else [segment]
         return self._groups(pieces)
 
-    def least_of_piece(self, group: Group, nbytes: int) -> int:
-        """What the neediest piece of a group surely needs, however it is cut, where the
-        whole needs so many bytes by XLA's own figure: what the other equations touch is
-        taken off twice, since XLA may hold a copy of it, and so is what they hold."""
-        touched = {
-            e: {*self._reads[e], *self._flat.equations[e].outputs} - self._model.staying
-            for e in group.equations
-            if e in self._position
-        }
-        bytes_of = lambda values: sum(padded(self._nbytes[v]) for v in values)
+    def neediest(self, group: Group, nbytes: int) -> tuple[int, int]:
+        """The equation of a group that needs most, and what a task with it surely needs
+        however the group is cut, where the whole needs so many bytes by XLA's own figure:
+        what the others touch is taken off twice, since XLA may hold a copy of it, and so is
+        what they hold."""
+        touched = {e: self.touched(e) for e in group.equations if e in self._position}
         inner = {e: self._model.inner[e] for e in touched}
-        others = 2 * bytes_of(set().union(*touched.values())) + sum(inner.values())
-        own = (2 * bytes_of(values) + inner[e] for e, values in touched.items())
-        return nbytes - others + max(own)
+        others = 2 * self._padded(set().union(*touched.values())) + sum(inner.values())
+        own = {e: 2 * self._padded(v) + inner[e] for e, v in touched.items()}
+        most = max(own, key=lambda e: own[e])
+        return most, nbytes - others + own[most]
+
+    def touched(self, e: int) -> set[int]:
+        """What an equation reads and writes, beside what is on the device anyway."""
+        values = {*self._reads[e], *self._flat.equations[e].outputs}
+        return values - self._model.staying
+
+    def there(self, e: int) -> int:
+        """Bytes of what an equation reads or writes that are on the device anyway."""
+        values = {*self._reads[e], *self._flat.equations[e].outputs}
+        return self._padded(values & self._model.staying)
+
+    def written_over(self, e: int, group: Group) -> int:
+        """Bytes that an equation may at most write over, of what it reads, elsewhere rather
+        than in this group."""
+        written = self.touched(e).intersection(self._flat.equations[e].outputs)
+        most = min(self._padded(written), self._padded(self.touched(e) - written))
+        here = self._padded(group.outputs[o] for o, _ in group.overwrites)
+        return max(0, most - here)
+
+    def _padded(self, values: Iterable[int]) -> int:
+        return sum(padded(self._nbytes[v]) for v in values)
 
     def _natural_segments(self) -> list[tuple[int, int]]:
         """Positions [begin, end) with one heavy equation each, where there is one."""

@@ -549,7 +549,7 @@ def _straight(
         how.returned,
         how.executables,
         how.accelerator,
-        how.thorough,
+        None if how.thorough else how.proven,
     )
     if how.trials is not None:
         split = planning.measure(split, how.trials)

@@ -30,7 +30,9 @@ from jturnip.programs.places import (
     reuses,
     values_that_stay,
 )
+from jturnip.programs.proven import Proven
 from jturnip.programs.records import Split
+from jturnip.programs.refusals import refusal_of_budget
 from jturnip.units import padded
 
 
@@ -49,7 +51,7 @@ def split(
     returned: Returned = NOTHING_KNOWN,
     used: list[Executable] | None = None,
     accelerator: Accelerator | None = None,
-    thorough: bool = True,
+    proven: Proven | None = None,
 ) -> Split:
     """Cuts a function into tasks that fit in a budget, and compiles them.
 
@@ -65,8 +67,9 @@ def split(
         the device go to host memory.
       used: grows by the executables, so that they live until they can be used again.
       accelerator: what it is for, where that is not the device at hand.
-      thorough: whether tasks are cut as fine as they can be also where one equation surely
-        needs too much: the refusal then asks for what that takes.
+      proven: what some equations surely need, of this function cut otherwise too; grows.
+        Where one needs too much, that is the end; without it, all is cut as fine as it can
+        be then, and the refusal asks for what that takes.
 
     Raises:
       DoesNotFit: where a single equation, or the caller's own arrays, need more.
@@ -79,6 +82,10 @@ def split(
     partitioner = Partitioner(flat, rates(device, accelerator), there)
     left = arena - sum(padded(flat.types[v].nbytes) for v in there)
     _refuse_early(flat, partitioner, arguments, budget, left, used)
+    if proven is not None and (known := proven.refusal(flat, partitioner, left)):
+        before, taken = known
+        needed = max(budget.gpu_bytes + 1, before.needed_bytes + budget.taken - taken)
+        raise refusal_of_budget(before, budget.gpu_bytes, needed)
     groups = partitioner.partition(0 if finest else max(0, left) // _SHARE)
     staying = _not_to_be_lost(flat, arguments, repeated)
     compiled = None
@@ -92,12 +99,15 @@ def split(
         kept_bytes = resident_bytes(graph)
         sizes = [task_bytes(graph, t) for t in graph.tasks]
         too_large = {t for t, size in enumerate(sizes) if size + kept_bytes > arena}
-        hopeless = not thorough and any(
-            partitioner.least_of_piece(groups[t], sizes[t]) + kept_bytes > arena
-            for t in too_large
-        )
-        finer = [] if hopeless else partitioner.refine(groups, frozenset(too_large))
-        if len(finer) <= len(groups):
+        if proven is not None:
+            for t in too_large:
+                e, least = partitioner.neediest(groups[t], sizes[t])
+                if least + kept_bytes > arena:
+                    refusal = _refusal(graph, budget, device)
+                    proven.know(flat, partitioner, groups[t], e, least, refusal, budget)
+                    raise refusal
+        finer = partitioner.refine(groups, frozenset(too_large))
+        if len(finer) == len(groups):
             raise _refusal(graph, budget, device)
         groups = finer
     least = lambda there: _least_when_cut(flat, partitioner, arguments, graph, arena, there)

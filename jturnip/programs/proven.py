@@ -1,0 +1,66 @@
+"""What XLA has shown of single equations: that a task with one of them needs too much.
+
+A function is cut in one way after the other until one fits. What is in the way is often
+the same loop in all of them, which is compiled once then.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from jturnip.errors import DoesNotFit
+from jturnip.frontend.partition import Group, Partitioner
+from jturnip.frontend.values import FlatJaxpr
+from jturnip.placement import Budget
+
+
+@dataclass(frozen=True, slots=True)
+class _Needs:
+    """A task with an equation needs at least so much, and was refused for it."""
+
+    # Whose id is the key, so that it stays its own.
+    origin: Any
+    nbytes: int
+    refusal: DoesNotFit
+    # What others held meanwhile.
+    taken: int
+
+
+@dataclass(slots=True)
+class Proven:
+    """Of the equations of one function."""
+
+    _known: dict[int, _Needs] = field(default_factory=dict)
+
+    def know(
+        self,
+        flat: FlatJaxpr,
+        partitioner: Partitioner,
+        group: Group,
+        e: int,
+        nbytes: int,
+        refusal: DoesNotFit,
+        budget: Budget,
+    ) -> None:
+        """A task with an equation of this group needs so many bytes beside what is on the
+        device anyway, and was refused. Elsewhere it may write over more than here."""
+        origin = flat.equations[e].origin
+        least = nbytes - partitioner.written_over(e, group)
+        known = self._known.get(id(origin))
+        if known is None or known.nbytes < least:
+            needs = _Needs(origin, least, refusal, budget.taken)
+            self._known[id(origin)] = needs
+
+    def refusal(
+        self, flat: FlatJaxpr, partitioner: Partitioner, left: int
+    ) -> tuple[DoesNotFit, int] | None:
+        """The refusal of an equation in a function that surely needs more than is left, and
+        what others held then; None where none is known."""
+        for e, equation in enumerate(flat.equations):
+            known = self._known.get(id(equation.origin))
+            if known is not None and known.nbytes - partitioner.there(e) > left:
+                return known.refusal, known.taken
+        return None
+
+    def clear(self) -> None:
+        """Forgets all."""
+        self._known.clear()

@@ -1,0 +1,191 @@
+"""Which ways to cut a function are made, and when one is given up."""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jturnip
+from jturnip.errors import DoesNotFit
+from jturnip.frontend.blocks import Ways
+from jturnip.frontend.flatten import flatten
+from jturnip.frontend.partition import Group, Partitioner
+from jturnip.frontend.values import FlatJaxpr
+from jturnip.placement import Budget
+from jturnip.programs import make, splitting
+from jturnip.programs.devices import rates
+from jturnip.programs.proven import Proven
+
+
+def flat_of(fn: Any, *args: Any) -> FlatJaxpr:
+    return flatten(jax.jit(fn).trace(*args).jaxpr)
+
+
+def partitioner_of(flat: FlatJaxpr, staying: Sequence[int] = ()) -> Partitioner:
+    return Partitioner(flat, rates(jax.devices()[0]), staying)
+
+
+def whole_of(flat: FlatJaxpr) -> Group:
+    """All equations as one task."""
+    (group,) = partitioner_of(flat).partition(1 << 40)
+    return group
+
+
+def sorted_and_scaled(x: Any, small: Any) -> Any:
+    return jnp.sort(x, 0), small * 2 + 1
+
+
+BIG, SMALL = jnp.zeros((64, 64)), jnp.zeros(64)  # 16384 and 256 bytes
+
+
+def test_what_others_touch_is_taken_off_twice():
+    flat = flat_of(sorted_and_scaled, BIG, SMALL)
+    e, least = partitioner_of(flat).neediest(whole_of(flat), 100_000)
+    assert flat.equations[e].name == "sort"
+    # The argument, what is between two equations, and the result.
+    assert least == 100_000 - 2 * 3 * SMALL.nbytes
+
+
+def test_what_is_on_the_device_anyway_is_not_taken_off():
+    flat = flat_of(sorted_and_scaled, BIG, SMALL)
+    partitioner = partitioner_of(flat, staying=flat.inputs)
+    e, least = partitioner.neediest(whole_of(flat), 100_000)
+    assert least == 100_000 - 2 * 2 * SMALL.nbytes
+    assert partitioner.there(e) == BIG.nbytes
+    assert partitioner.touched(e) == set(flat.equations[e].outputs)
+    assert not partitioner.written_over(e, whole_of(flat))
+
+
+def test_what_an_equation_needs_is_known_in_another_cut():
+    flat = flat_of(sorted_and_scaled, BIG, SMALL)
+    partitioner = partitioner_of(flat)
+    (sort,) = (i for i, e in enumerate(flat.equations) if e.name == "sort")
+    refusal = DoesNotFit("no", needed_bytes=100_000, gpu_bytes=50_000)
+    proven = Proven()
+    alone = Group((sort,), flat.inputs[:1], flat.equations[sort].outputs)
+    proven.know(flat, partitioner, alone, sort, 100_000, refusal, Budget(50_000))
+    # Elsewhere it may write over what it reads.
+    surely = 100_000 - BIG.nbytes
+    other = dataclasses.replace(flat, equations=tuple(reversed(flat.equations)))
+    assert proven.refusal(other, partitioner_of(flat), surely) is None
+    known = proven.refusal(flat, partitioner, surely - 1)
+    assert known is not None
+    assert known[0] is refusal
+    # What it reads may be on the device anyway, and is none of its own then.
+    there = partitioner_of(flat, staying=flat.inputs)
+    assert proven.refusal(flat, there, surely - 1) is None
+    assert proven.refusal(flat, there, surely - BIG.nbytes - 1) is not None
+    proven.clear()
+    assert proven.refusal(flat, partitioner, 0) is None
+
+
+def test_a_loop_that_is_in_the_way_is_compiled_once(monkeypatch: pytest.MonkeyPatch):
+    """However the function around it is cut; and once more to know what to ask for."""
+    compiled: Counter[int] = Counter()
+    kept: list[Any] = []
+    compile_groups = splitting._compile
+
+    def counting(flat: FlatJaxpr, groups: Sequence[Group], *rest: Any) -> Any:
+        for e in (flat.equations[i] for g in groups for i in g.equations):
+            if e.name in ("scan", "while"):
+                kept.append(e.origin)
+                compiled[id(e.origin)] += 1
+        return compile_groups(flat, groups, *rest)
+
+    monkeypatch.setattr(splitting, "_compile", counting)
+
+    def fn(x: Any, w: Any) -> Any:
+        def body(c: Any, _: Any) -> Any:
+            return jnp.sort(jnp.sort(c * 1.01, 0), 1) @ jnp.flip(c), None
+
+        c, _ = jax.lax.scan(body, x, None, length=3)
+        return c.sum(), jnp.tanh(w[:, None] * w[None] + c[0, 0]) @ w
+
+    random = np.random.default_rng(0)
+    args = (random.normal(size=shape).astype(np.float32) for shape in ((256, 256), 700))
+    with pytest.raises(DoesNotFit):
+        jturnip.jit(fn, 500_000)(*jturnip.host(tuple(args)))
+    assert compiled
+    assert max(compiled.values()) <= 2
+
+
+@dataclasses.dataclass
+class Made:
+    """What a way becomes, as far as `_Compared` looks at it."""
+
+    flat: FlatJaxpr
+    plan: Any
+    split: Any
+
+
+def compared(moved: int, refuse: Sequence[int] = (), any_plan: bool = False) -> Any:
+    """Of a function whose ways move so many bytes; those with so many equations do not
+    fit."""
+    flat = flat_of(sorted_and_scaled, BIG, SMALL)
+
+    def made(cut: FlatJaxpr) -> Any:
+        if len(cut.equations) in refuse:
+            raise DoesNotFit("no", needed_bytes=2, gpu_bytes=1)
+        return Made(cut, Plan(moved), Split(Graph(())))
+
+    return make._Compared(flat, made, any_plan)
+
+
+@dataclasses.dataclass
+class Plan:
+    h2d_bytes: int
+    d2h_bytes: int = 0
+
+
+@dataclasses.dataclass
+class Graph:
+    tasks: tuple[Any, ...]
+
+
+@dataclasses.dataclass
+class Split:
+    graph: Graph
+
+
+def ways_of(*counts: int, anew: bool = False) -> list[Ways]:
+    """Ways with so many equations."""
+    flat = flat_of(sorted_and_scaled, BIG, SMALL)
+    (equation, *_) = flat.equations
+    return [
+        Ways((dataclasses.replace(flat, equations=(equation,) * n),), anew=anew)
+        for n in counts
+    ]
+
+
+MUCH, LITTLE = 1 << 30, 1
+
+
+def lengths(found: Any) -> list[int]:
+    return [len(made.flat.equations) for made in found.found]
+
+
+def test_what_has_many_more_equations_is_not_made():
+    some = compared(MUCH)
+    some.look(iter(ways_of(10, 21, 20, 4, 9, 8)))
+    assert lengths(some) == [10, 20, 4]  # four were looked at
+
+
+def test_the_first_that_moves_little_will_do():
+    some = compared(LITTLE, refuse=(10,))
+    assert some.look(iter(ways_of(10, 30, 7, anew=True)))
+    assert lengths(some) == [30]
+    assert len(some.refusals) == 1
+    # What is kept instead is looked at for itself, also with many more equations.
+    assert not some.look(iter(ways_of(90, 50)))
+    assert lengths(some) == [30, 90]
+
+
+def test_any_plan_will_do_where_it_is_only_asked_whether_there_is_one():
+    some = compared(MUCH, any_plan=True)
+    some.look(iter(ways_of(10, 9)))
+    assert lengths(some) == [10]

@@ -71,17 +71,18 @@ def test_what_an_equation_needs_is_known_in_another_cut():
     proven.know(flat, partitioner, alone, sort, 100_000, refusal, Budget(50_000))
     # Elsewhere it may write over what it reads.
     surely = 100_000 - BIG.nbytes
-    other = dataclasses.replace(flat, equations=tuple(reversed(flat.equations)))
-    assert proven.refusal(other, partitioner_of(flat), surely) is None
-    known = proven.refusal(flat, partitioner, surely - 1)
-    assert known is not None
-    assert known[0] is refusal
+    proven.refuse(flat, partitioner, Budget(60_000), surely)
+    with pytest.raises(DoesNotFit, match="no") as caught:
+        proven.refuse(flat, partitioner, Budget(60_000, taken=5_000), surely - 1)
+    assert caught.value.gpu_bytes == 60_000
+    assert caught.value.needed_bytes == 105_000
     # What it reads may be on the device anyway, and is none of its own then.
     there = partitioner_of(flat, staying=flat.inputs)
-    assert proven.refusal(flat, there, surely - 1) is None
-    assert proven.refusal(flat, there, surely - BIG.nbytes - 1) is not None
+    proven.refuse(flat, there, Budget(60_000), surely - 1)
+    with pytest.raises(DoesNotFit):
+        proven.refuse(flat, there, Budget(60_000), surely - BIG.nbytes - 1)
     proven.clear()
-    assert proven.refusal(flat, partitioner, 0) is None
+    proven.refuse(flat, partitioner, Budget(60_000), 0)
 
 
 def test_a_loop_that_is_in_the_way_is_compiled_once(monkeypatch: pytest.MonkeyPatch):

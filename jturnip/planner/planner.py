@@ -18,6 +18,7 @@ are taken first.
 """
 
 import heapq
+import re
 from collections import deque
 from collections.abc import Sequence
 
@@ -151,6 +152,18 @@ def does_not_fit(
             f" {format_bytes(task_bytes(graph, largest))} at once{beside}; {asked}."
             f" {advice}."
         )
+    return DoesNotFit(message, needed_bytes=needed_bytes, gpu_bytes=gpu_bytes)
+
+
+def refusal_of_budget(refusal: DoesNotFit, gpu_bytes: int, needed_bytes: int) -> DoesNotFit:
+    """The same refusal as the answer to a budget, which is to be at least so much."""
+    message = str(refusal)
+    for what, before, now in (
+        ("gpu_bytes is", refusal.gpu_bytes, gpu_bytes),
+        ("at least", refusal.needed_bytes, needed_bytes),
+    ):
+        said = rf"{what} {before}( \([^)]*\))?"
+        message = re.sub(said, f"{what} {now} ({format_bytes(now)})", message)
     return DoesNotFit(message, needed_bytes=needed_bytes, gpu_bytes=gpu_bytes)
 
 

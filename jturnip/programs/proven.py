@@ -11,6 +11,7 @@ from jturnip.errors import DoesNotFit
 from jturnip.frontend.partition import Group, Partitioner
 from jturnip.frontend.values import FlatJaxpr
 from jturnip.placement import Budget
+from jturnip.planner.planner import refusal_of_budget
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +51,21 @@ class Proven:
             needs = _Needs(origin, least, refusal, budget.taken)
             self._known[id(origin)] = needs
 
-    def refusal(
-        self, flat: FlatJaxpr, partitioner: Partitioner, left: int
-    ) -> tuple[DoesNotFit, int] | None:
-        """The refusal of an equation in a function that surely needs more than is left, and
-        what others held then; None where none is known."""
+    def refuse(
+        self, flat: FlatJaxpr, partitioner: Partitioner, budget: Budget, left: int
+    ) -> None:
+        """Refuses a function with an equation that surely needs more than is left beside
+        what is on the device anyway.
+
+        Raises:
+          DoesNotFit: the refusal of before, of this budget.
+        """
         for e, equation in enumerate(flat.equations):
             known = self._known.get(id(equation.origin))
             if known is not None and known.nbytes - partitioner.there(e) > left:
-                return known.refusal, known.taken
-        return None
+                needed = known.refusal.needed_bytes + budget.taken - known.taken
+                needed = max(budget.gpu_bytes + 1, needed)
+                raise refusal_of_budget(known.refusal, budget.gpu_bytes, needed)
 
     def clear(self) -> None:
         """Forgets all."""

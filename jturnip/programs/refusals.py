@@ -1,7 +1,6 @@
 """Refusals: that ask for a budget that works, and say what is in the way."""
 
 import dataclasses
-import re
 from collections.abc import Callable
 
 from jturnip import placement
@@ -9,8 +8,8 @@ from jturnip.compat import Device
 from jturnip.errors import DoesNotFit, HostMemoryError
 from jturnip.frontend.blocks import CUT, in_the_way
 from jturnip.frontend.values import FlatJaxpr
+from jturnip.planner.planner import refusal_of_budget
 from jturnip.programs.records import How, Program
-from jturnip.units import format_bytes
 
 
 # How often the budget that a refusal asks for is tried, to find what comes after it; and
@@ -98,15 +97,3 @@ def explained(refusal: DoesNotFit, flat: FlatJaxpr | None, device: Device) -> Do
     return DoesNotFit(
         message, needed_bytes=refusal.needed_bytes, gpu_bytes=refusal.gpu_bytes
     )
-
-
-def refusal_of_budget(refusal: DoesNotFit, gpu_bytes: int, needed_bytes: int) -> DoesNotFit:
-    """The same refusal as the answer to a budget, which is to be at least so much."""
-    message = str(refusal)
-    for what, before, now in (
-        ("gpu_bytes is", refusal.gpu_bytes, gpu_bytes),
-        ("at least", refusal.needed_bytes, needed_bytes),
-    ):
-        said = rf"{what} {before}( \([^)]*\))?"
-        message = re.sub(said, f"{what} {now} ({format_bytes(now)})", message)
-    return DoesNotFit(message, needed_bytes=needed_bytes, gpu_bytes=gpu_bytes)

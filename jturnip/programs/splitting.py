@@ -32,7 +32,6 @@ from jturnip.programs.places import (
 )
 from jturnip.programs.proven import Proven
 from jturnip.programs.records import Split
-from jturnip.programs.refusals import refusal_of_budget
 from jturnip.units import padded
 
 
@@ -82,10 +81,8 @@ def split(
     partitioner = Partitioner(flat, rates(device, accelerator), there)
     left = arena - sum(padded(flat.types[v].nbytes) for v in there)
     _refuse_early(flat, partitioner, arguments, budget, left, used)
-    if proven is not None and (known := proven.refusal(flat, partitioner, left)):
-        before, taken = known
-        needed = max(budget.gpu_bytes + 1, before.needed_bytes + budget.taken - taken)
-        raise refusal_of_budget(before, budget.gpu_bytes, needed)
+    if proven is not None:
+        proven.refuse(flat, partitioner, budget, left)
     groups = partitioner.partition(0 if finest else max(0, left) // _SHARE)
     staying = _not_to_be_lost(flat, arguments, repeated)
     compiled = None

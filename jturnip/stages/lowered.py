@@ -24,6 +24,7 @@ from jturnip.frontend.values import FlatJaxpr, Type
 from jturnip.graph.plan import Plan
 from jturnip.hardware import Accelerator, HostLink, accelerator, host_link
 from jturnip.placement import Arguments, Budget, Returned, Wanted, Whose
+from jturnip.planner.planner import refusal_of_budget
 from jturnip.programs import bounds, places
 from jturnip.programs.bounds import least_whole_bytes, whole_bytes
 from jturnip.programs.calibration import calibrate
@@ -31,7 +32,7 @@ from jturnip.programs.devices import link_of, rates
 from jturnip.programs.keeping import bytes_at_end, keeping
 from jturnip.programs.make import make_program, or_in_blocks, remeasured, searched
 from jturnip.programs.records import Chain, How, Program, Straight
-from jturnip.programs.refusals import explained, refusal_of_budget, refusal_that_is_true
+from jturnip.programs.refusals import explained, refusal_that_is_true
 from jturnip.programs.smallest import smallest
 from jturnip.runners.function import Outermost, ProgramRunner, Runner
 from jturnip.runners.pieces import make_outermost

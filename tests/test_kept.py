@@ -360,6 +360,68 @@ def test_what_a_loop_reads_stays_for_the_next_call():
     assert f._turn.kept.nbytes == 0
 
 
+def by_turns(weights: list[Any], x: Any, turns: Any) -> Any:
+    """In each iteration one half of the weights, or the other, after the first of all."""
+    first, *others = weights
+    even = lambda x: layers(others[:3], x)
+    odd = lambda x: layers(others[3:6], x)
+
+    def step(state: Any) -> Any:
+        turn, x = state
+        return turn + 1, jax.lax.cond(turn % 2 == 0, even, odd, layers([first], x))
+
+    return jax.lax.while_loop(lambda state: state[0] < turns, step, (0, x))[1]
+
+
+@pytest.mark.parametrize("weights_on_device", [4, 5, 6])
+def test_branches_in_a_loop_keep_what_they_read(weights_on_device: int):
+    gpu_bytes = (weights_on_device + 1) * WEIGHT
+    weights, turns = new_weights()[:7], 6
+    numpys = [np.asarray(w) for w in weights]
+    f = jturnip.jit(by_turns, gpu_bytes, link=SLOW)
+    moved = []
+    with Watch(weights) as watch:
+        for _ in range(3):
+            assert_same(f(weights, X, turns), jax.jit(by_turns)(numpys, X, turns))
+            assert f.last_run.peak_bytes <= gpu_bytes
+            moved.append(f.last_run.h2d_bytes)
+    assert watch.peak_bytes <= gpu_bytes
+    report = f.last_run
+    assert report.strategy == "driven"
+    assert report.kept_bytes == report.plan.kept_bytes >= 2 * WEIGHT
+    # From the second call on nothing that stays comes again: each iteration reads the first
+    # weight and three others.
+    assert moved[0] > moved[1] == moved[2]
+    assert moved[1] <= turns * 4 * WEIGHT * (1 - report.kept_bytes / (7 * WEIGHT)) * 1.2
+    f.clear_cache()
+    assert f._turn.kept.nbytes == 0
+
+
+def test_branches_keep_what_they_read_for_the_next_call():
+    def one_of(weights: list[Any], x: Any, which: Any) -> Any:
+        choices = [lambda x, at=at: layers(weights[at : at + 4], x) for at in (0, 2, 4)]
+        return jax.lax.switch(which, choices, layers(weights[:1], x))
+
+    weights, gpu_bytes = new_weights(), 6 * WEIGHT
+    numpys = [np.asarray(w) for w in weights]
+    f = jturnip.jit(one_of, gpu_bytes, link=SLOW)
+    with Watch(weights) as watch:
+        for which in (0, 1, 2, 2, 0):
+            assert_same(f(weights, X, which), jax.jit(one_of)(numpys, X, which))
+            assert f.last_run.peak_bytes <= gpu_bytes
+    assert watch.peak_bytes <= gpu_bytes
+    report = f.last_run
+    assert report.strategy == "driven"
+    assert report.kept_bytes == report.plan.kept_bytes > 0
+    assert report.h2d_bytes < 5 * WEIGHT
+    # A copy goes with its source.
+    before = f._turn.kept.nbytes
+    weights[0] = new_weights(1)[0]
+    collected()
+    assert f._turn.kept.nbytes <= before
+    assert_same(f(weights, X, 0), jax.jit(one_of)([np.asarray(w) for w in weights], X, 0))
+
+
 def with_early_results(weights: list[Any], x: Any, wide: Any) -> Any:
     """Results that the plan takes away, since what follows needs their room."""
     results = [jnp.tanh(x @ w) + 1 for w in weights[:3]]

@@ -14,7 +14,7 @@ stays.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,7 @@ from jax.extend.core import Var
 from jturnip.frontend import costs
 from jturnip.frontend.costs import DeviceRates
 from jturnip.frontend.memory_model import inner_bytes, temporary_bytes
-from jturnip.frontend.values import FlatJaxpr, Type
+from jturnip.frontend.values import Atom, Equation, FlatJaxpr, Type
 
 
 # An array smaller than this is not worth cutting.
@@ -177,6 +177,39 @@ def is_driven(eqn: Any, streaming: Streaming) -> bool:
         return False
     sizes = [Type.of(v.aval).nbytes for v in (*eqn.invars, *eqn.outvars)]
     return sum(sizes) + inner_bytes(eqn) > streaming.drive
+
+
+def bytes_for_one_branch(
+    e: Equation,
+    operands: Sequence[Atom],
+    types: Sequence[Type],
+    hosted: Collection[int],
+) -> int:
+    """Bytes in host memory that not every branch of a `cond` reads: a task with all of them
+    would move those of the others for nothing.
+
+    Args:
+      e: any equation; of another than a `cond` it is nothing.
+      operands: what it reads.
+      types: of all values.
+      hosted: values that are in host memory.
+    """
+    if e.name != "cond":
+        return 0
+    by_all = frozenset.intersection(*map(_positions_read, e.origin.params["branches"]))
+    return sum(
+        types[v].nbytes
+        for i, v in enumerate(operands[1:])
+        if i not in by_all and isinstance(v, int) and v in hosted
+    )
+
+
+def _positions_read(branch: Any) -> frozenset[int]:
+    """Which of its arguments a branch reads or returns, by position."""
+    jaxpr = branch.jaxpr
+    used = {v for eqn in jaxpr.eqns for v in eqn.invars if isinstance(v, Var)}
+    used.update(v for v in jaxpr.outvars if isinstance(v, Var))
+    return frozenset(i for i, v in enumerate(jaxpr.invars) if v in used)
 
 
 def _iterations_per_part(eqn: Any, streaming: Streaming) -> int | None:

@@ -15,6 +15,7 @@ readers: each group that reads it repeats it.
 
 import bisect
 import itertools
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +42,9 @@ SMALL = 4096  # bytes of a value that is not worth a thought
 _BLOWN_UP = 4  # a broadcast that grows its operand this much is repeated
 _WORTH_CUTTING = 0.7  # a cut helps if no half holds more than this share
 _DEEPEST = 12  # equations that one reader may have to repeat
+# In a task XLA may hold so many copies of what an equation reads: a product of transposed
+# operands has two.
+_COPIES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,30 +195,37 @@ class Partitioner:
     def neediest(self, group: Group, nbytes: int) -> tuple[int, int]:
         """The equation of a group that needs most, and what a task with it surely needs
         however the group is cut, where the whole needs so many bytes by XLA's own figure:
-        what the others touch is taken off twice, since XLA may hold a copy of it, and so is
-        what they hold."""
-        touched = {e: self.touched(e) for e in group.equations if e in self._position}
+        less what the others hold, what they touch with all copies of it, and what it may
+        write over by itself."""
+        touched = {e: self._touched(e) for e in group.equations if e in self._position}
         inner = {e: self._model.inner[e] for e in touched}
-        others = 2 * self._padded(set().union(*touched.values())) + sum(inner.values())
-        own = {e: 2 * self._padded(v) + inner[e] for e, v in touched.items()}
-        most = max(own, key=lambda e: own[e])
-        return most, nbytes - others + own[most]
+        readers = Counter(itertools.chain.from_iterable(touched.values()))
+        copied = 1 + _COPIES
+        everything = copied * self._padded(readers) + sum(inner.values())
 
-    def touched(self, e: int) -> set[int]:
-        """What an equation reads and writes, beside what is on the device anyway."""
-        values = {*self._reads[e], *self._flat.equations[e].outputs}
-        return values - self._model.staying
+        def least(e: int) -> int:
+            shared = _COPIES * self._padded(v for v in touched[e] if readers[v] > 1)
+            own = copied * self._padded(touched[e]) + inner[e]
+            return nbytes - (everything - own + shared) - self._written_over(e, group)
+
+        most = max(touched, key=least)
+        return most, least(most)
 
     def there(self, e: int) -> int:
         """Bytes of what an equation reads or writes that are on the device anyway."""
         values = {*self._reads[e], *self._flat.equations[e].outputs}
         return self._padded(values & self._model.staying)
 
-    def written_over(self, e: int, group: Group) -> int:
+    def _touched(self, e: int) -> set[int]:
+        """What an equation reads and writes, beside what is on the device anyway."""
+        values = {*self._reads[e], *self._flat.equations[e].outputs}
+        return values - self._model.staying
+
+    def _written_over(self, e: int, group: Group) -> int:
         """Bytes that an equation may at most write over, of what it reads, elsewhere rather
         than in this group."""
-        written = self.touched(e).intersection(self._flat.equations[e].outputs)
-        most = min(self._padded(written), self._padded(self.touched(e) - written))
+        written = self._touched(e).intersection(self._flat.equations[e].outputs)
+        most = min(self._padded(written), self._padded(self._touched(e) - written))
         here = self._padded(group.outputs[o] for o, _ in group.overwrites)
         return max(0, most - here)
 

@@ -19,7 +19,15 @@ from jturnip.frontend import parts, stacks
 from jturnip.frontend.axes import Known, rules
 from jturnip.frontend.builder import Builder
 from jturnip.frontend.inline import Condition, inline
-from jturnip.frontend.loops import SMALL, Cuts, Streaming, find_cuts, is_driven, scan_counts
+from jturnip.frontend.loops import (
+    SMALL,
+    Cuts,
+    Streaming,
+    bytes_for_one_branch,
+    find_cuts,
+    is_driven,
+    scan_counts,
+)
 from jturnip.frontend.merging import merged
 from jturnip.frontend.results import Forwarded, may_be
 from jturnip.frontend.rules import COMBINED, SCATTERS, Along, Rule
@@ -309,7 +317,9 @@ class _Streamer:
             operand = self._whole(operands[0], calls)
             return [Spread(e, operand, types[0])]
         whole = [self._whole(v, calls) for v in operands]
+        chosen = bytes_for_one_branch(e, whole, self._builder.types, self._hosted)
         driven = e.driven or is_driven(origin, self._streaming)
+        driven = driven or chosen > self._streaming.largest
         if driven:
             whole = [self._computed(v, calls) for v in whole]
             if stacks.asks_for_each(origin):

@@ -14,6 +14,8 @@ from jturnip.programs.devices import rates
 # shares of the budget. The next pair is tried where no plan fits with loops so large.
 _SHARES_OF_LOOPS = ((1 / 4, 1.0), (1 / 16, 1 / 2), (0.0, 1 / 8), (0.0, 0.0))
 ATTEMPTS = len(_SHARES_OF_LOOPS)
+# The share that counts as large in the first of them.
+LARGEST, _ = _SHARES_OF_LOOPS[0]
 # In so many of them a long scan that only repeats itself is driven.
 _DRIVING = 2
 

@@ -11,7 +11,7 @@ from jturnip.frontend.values import Equation
 from jturnip.placement import Arguments, Budget
 from jturnip.programs import places
 from jturnip.programs.chains import CARRIED, Held, arguments_of, bytes_on_device, together
-from jturnip.programs.keeping import keeping
+from jturnip.programs.keeping import keeping, with_branches
 from jturnip.programs.records import (
     Chain,
     Choice,
@@ -214,11 +214,5 @@ def _choice(
             break
         to_host = away
     on_host = tuple(i in to_host for i in range(len(equation.origin.outvars)))
-    plan = together([(f"branch {i}", b.plan) for i, b in enumerate(branches)], budget.room)
-    everything = sum(all_constants(branches).values()) + beside
-    peak = max(
-        b.plan.peak_bytes + everything - sum(b.constants.values()) + nbytes
-        for b, nbytes in both
-    )
-    plan = dataclasses.replace(plan, peak_bytes=peak)
-    return Choice(plan, branches, on_host, unread)
+    choice = Choice(together([], budget.room), branches, on_host, unread, beside)
+    return with_branches(choice, branches)

@@ -8,9 +8,9 @@ predicted to pay.
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from jturnip.errors import DoesNotFit, HostMemoryError
 from jturnip.graph.taskgraph import BufferId
@@ -22,11 +22,15 @@ from jturnip.programs.places import argument_bytes
 from jturnip.programs.planning import planned
 from jturnip.programs.records import (
     Chain,
+    Choice,
     How,
     KeptParts,
     Loop,
     Program,
+    Stage,
     Straight,
+    all_constants,
+    as_read,
     kept_by_stage,
 )
 from jturnip.programs.splitting import same_each_time, spread, with_resident
@@ -41,6 +45,10 @@ _AS_FAST = 1.01
 # With more tasks than so many, only one other plan is made.
 _SOME_TASKS = 1000
 
+# Where tasks are in a program: nothing for all of it; the number of a stage, and of its
+# branch.
+_At: TypeAlias = tuple[int, ...]
+
 
 @dataclass(frozen=True, slots=True)
 class _Part:
@@ -52,6 +60,8 @@ class _Part:
     beside: int
     # Buffers that may stay, in the order in which they are first read.
     choice: tuple[BufferId, ...]
+    # The chain's values that a branch reads; None where they are its own.
+    reads: tuple[int, ...] | None = None
 
     @property
     def choice_bytes(self) -> int:
@@ -64,29 +74,37 @@ class _Part:
         split = with_resident(self.before.split, chosen)
         return dataclasses.replace(self.before, split=split)
 
+    def kept(self, made: Straight) -> KeptParts:
+        """What stays for it, by the values of the chain."""
+        if self.reads is None:
+            return made.kept_parts
+        return as_read(made.kept_parts, made.flat, self.reads)
+
 
 @dataclass(frozen=True)
 class _Way:
-    """What stays between runs, by the number of the stage."""
+    """What stays between runs."""
 
+    parts: Mapping[_At, _Part]
     # Tasks that are to be planned again, with what stays for them.
-    tasks: Mapping[int, Straight]
+    tasks: Mapping[_At, Straight]
     # What loops keep anyway while they run.
-    loops: Mapping[int, KeptParts]
+    loops: Mapping[_At, KeptParts]
 
     @functools.cached_property
-    def by_stage(self) -> dict[int, KeptParts]:
+    def by_part(self) -> dict[_At, KeptParts]:
         """What stays for each of them."""
-        return {**{at: made.kept_parts for at, made in self.tasks.items()}, **self.loops}
+        tasks = {at: self.parts[at].kept(made) for at, made in self.tasks.items()}
+        return {**tasks, **self.loops}
 
     @functools.cached_property
     def all(self) -> KeptParts:
         """All that stays; stages share copies."""
-        return {part: n for kept in self.by_stage.values() for part, n in kept.items()}
+        return {part: n for kept in self.by_part.values() for part, n in kept.items()}
 
-    def beside(self, at: int) -> int:
-        """Device bytes of what stays for other stages than this one."""
-        return _device_bytes(self.all) - _device_bytes(self.by_stage.get(at, {}))
+    def beside(self, at: _At) -> int:
+        """Device bytes of what stays for others than this one."""
+        return _device_bytes(self.all) - _device_bytes(self.by_part.get(at, {}))
 
 
 def keeping(
@@ -120,7 +138,7 @@ def keeping(
             again = (
                 _chain_of(program, made, way)
                 if isinstance(program, Chain)
-                else _with_figures(made[0], kept_bytes=sum(way.all.values()))
+                else _with_figures(made[()], kept_bytes=sum(way.all.values()))
             )
             if again.plan.peak_bytes <= max(arena, program.plan.peak_bytes):
                 found.append(again)
@@ -129,18 +147,65 @@ def keeping(
     return min(fast, key=lambda made: made.plan.h2d_bytes + made.plan.d2h_bytes)
 
 
-def _parts(program: Straight | Chain, not_these: frozenset[int]) -> dict[int, _Part]:
-    """The tasks that can be planned beside what stays, by their stage."""
+def _parts(program: Straight | Chain, not_these: frozenset[int]) -> dict[_At, _Part]:
+    """The tasks that can be planned beside what stays."""
     if isinstance(program, Straight):
-        return {0: _Part(program, 0, tuple(same_each_time(program.split, not_these)))}
+        return {(): _Part(program, 0, tuple(same_each_time(program.split, not_these)))}
     same = _same_values(program, not_these)
-    parts: dict[int, _Part] = {}
-    for at, stage in enumerate(program.stages):
-        if isinstance(made := stage.program, Straight):
-            others = [i for i, v in enumerate(stage.reads) if v not in same]
+    parts: dict[_At, _Part] = {}
+
+    def add(at: _At, made: Program, beside: int, reads: tuple[int, ...]) -> None:
+        if isinstance(made, Straight):
+            others = [i for i, v in enumerate(reads) if v not in same]
             choice = tuple(same_each_time(made.split, others))
-            parts[at] = _Part(made, stage.waiting, choice)
+            parts[at] = _Part(made, beside, choice, reads if len(at) > 1 else None)
+
+    for at, stage in enumerate(program.stages):
+        add((at,), stage.program, stage.waiting, stage.reads)
+        for b, (branch, beside) in enumerate(_branches(stage)):
+            add((at, b), branch, beside, stage.reads[1:])
     return parts
+
+
+def _branches(stage: Stage) -> list[tuple[Program, int]]:
+    """The branches of a stage, and what others take on the device while each runs."""
+    choice = stage.program
+    if not isinstance(choice, Choice):
+        return []
+    beside = _beside_branches(choice)
+    return [(b, stage.waiting + n) for b, n in zip(choice.branches, beside, strict=True)]
+
+
+def _beside_branches(choice: Choice) -> list[int]:
+    """Device bytes of what is there beside each branch: the number, what it does not read,
+    and what the others close over."""
+    everything = sum(all_constants(choice.branches).values()) + choice.number
+    return [
+        everything - sum(b.constants.values()) + unread
+        for b, unread in zip(choice.branches, choice.unread, strict=True)
+    ]
+
+
+def with_branches(
+    choice: Choice, branches: Sequence[Program], kept: Sequence[int] | None = None
+) -> Choice:
+    """The same with other programs for its branches.
+
+    Args:
+      choice: with branches that read and write the same.
+      branches: what they are to be.
+      kept: device bytes of what stays for others while each of them runs.
+    """
+    choice = dataclasses.replace(choice, branches=tuple(branches))
+    named = [(f"branch {i}", b.plan) for i, b in enumerate(branches)]
+    plan = together(named, choice.plan.gpu_bytes)
+    peak = max(
+        b.plan.peak_bytes + beside + others
+        for b, beside, others in zip(
+            branches, _beside_branches(choice), kept or [0] * len(branches), strict=True
+        )
+    )
+    return dataclasses.replace(choice, plan=dataclasses.replace(plan, peak_bytes=peak))
 
 
 def _same_values(chain: Chain, not_these: Collection[int]) -> frozenset[int]:
@@ -173,7 +238,7 @@ def bytes_at_end(program: Program, on_device: Collection[int]) -> int:
 
 def _ways(
     program: Straight | Chain,
-    parts: Mapping[int, _Part],
+    parts: Mapping[_At, _Part],
     room: int,
     arena: int,
     not_these: Collection[int],
@@ -193,24 +258,35 @@ def _ways(
         return
     # What there may be on the device in any order of the ops of what is left as it is.
     most = {
-        at: figures.most_bytes(stage.program.plan) + stage.waiting
-        for at, stage in enumerate(program.stages)
+        at: figures.most_bytes(made.plan) + beside
+        for at, (made, beside) in _all_parts(program).items()
         if at not in parts
     }
     loops = _kept_by_loops(program, not_these)
     if loops:
-        way = _Way(_sharing(parts, loops), loops)
+        way = _Way(parts, _sharing(parts, loops), loops)
         fits = all(nbytes + way.beside(at) <= arena for at, nbytes in most.items())
         if fits and _device_bytes(way.all) <= room:
             yield way
     yield from _spread(parts, min(room, arena - max(most.values(), default=0)), arena)
 
 
-def _kept_by_loops(chain: Chain, not_these: Collection[int]) -> dict[int, KeptParts]:
+def _all_parts(chain: Chain) -> dict[_At, tuple[Program, int]]:
+    """What the stages of a chain run, branch by branch, and what others take meanwhile."""
+    found: dict[_At, tuple[Program, int]] = {}
+    for at, stage in enumerate(chain.stages):
+        branches = _branches(stage)
+        found.update(((at, b), each) for b, each in enumerate(branches))
+        if not branches:
+            found[at,] = stage.program, stage.waiting
+    return found
+
+
+def _kept_by_loops(chain: Chain, not_these: Collection[int]) -> dict[_At, KeptParts]:
     """What loops keep while they run, if it may be the same in each run of the chain."""
     same = _same_values(chain, not_these)
     loops = {
-        at: kept_by_stage(stage)
+        (at,): kept_by_stage(stage)
         for at, stage in enumerate(chain.stages)
         if isinstance(stage.program, Loop)
     }
@@ -220,18 +296,19 @@ def _kept_by_loops(chain: Chain, not_these: Collection[int]) -> dict[int, KeptPa
 
 
 def _sharing(
-    parts: Mapping[int, _Part], loops: Mapping[int, KeptParts]
-) -> dict[int, Straight]:
+    parts: Mapping[_At, _Part], loops: Mapping[_At, KeptParts]
+) -> dict[_At, Straight]:
     """Tasks that find on the device what loops keep there."""
     kept = {part for of_loop in loops.values() for part in of_loop}
-    found: dict[int, Straight] = {}
-    for at, part in parts.items():
-        starts = part.before.split.starts
-        found[at] = part.keeping([b for b in part.choice if starts[b] in kept])
-    return found
+    return {
+        at: part.keeping(
+            [b for b in part.choice if part.kept(part.keeping([b])).keys() <= kept]
+        )
+        for at, part in parts.items()
+    }
 
 
-def _spread(parts: Mapping[int, _Part], most: int, arena: int) -> Iterator[_Way]:
+def _spread(parts: Mapping[_At, _Part], most: int, arena: int) -> Iterator[_Way]:
     """Tasks that find some of what they read on the device, no more than `most` bytes."""
     total = sum(part.choice_bytes for part in parts.values())
     if not total:
@@ -253,11 +330,13 @@ def _spread(parts: Mapping[int, _Part], most: int, arena: int) -> Iterator[_Way]
         room = min([most, *left])
         if room <= 0:
             continue
-        chosen = {
-            at: spread(p.before.split, room * p.choice_bytes // total, p.choice)
-            for at, p in parts.items()
-        }
-        way = _Way({at: parts[at].keeping(these) for at, these in chosen.items()}, {})
+        tasks: dict[_At, Straight] = {}
+        left_over = 0  # of what one part may keep the next one has what it leaves
+        for at, part in parts.items():
+            own = room * part.choice_bytes // total + left_over
+            tasks[at] = part.keeping(spread(part.before.split, own, part.choice))
+            left_over = own - _device_bytes(tasks[at].kept_parts)
+        way = _Way(parts, tasks, {})
         if way.all and way.all not in tried:
             tried.append(way.all)
             yield way
@@ -265,7 +344,7 @@ def _spread(parts: Mapping[int, _Part], most: int, arena: int) -> Iterator[_Way]
             break
 
 
-def _planned(part: _Part, way: _Way, at: int, budget: Budget, how: How) -> Straight:
+def _planned(part: _Part, way: _Way, at: _At, budget: Budget, how: How) -> Straight:
     """A part under its plan, in what it and the others leave it."""
     # The times and the order of its tasks are what they were.
     before = part.before.plan
@@ -287,22 +366,28 @@ def _with_figures(made: Straight, **fields: Any) -> Straight:
     return dataclasses.replace(made, plan=dataclasses.replace(made.plan, **fields))
 
 
-def _chain_of(chain: Chain, made: Mapping[int, Straight], way: _Way) -> Chain:
+def _chain_of(chain: Chain, made: Mapping[_At, Straight], way: _Way) -> Chain:
     """The chain with other programs in some of its stages."""
     stages = list(chain.stages)
-    for at, program in made.items():
-        stages[at] = dataclasses.replace(stages[at], program=program)
-    for at, kept in way.loops.items():
-        loop = stages[at].program
-        assert isinstance(loop, Loop)
-        stages[at] = dataclasses.replace(stages[at], program=_staying(loop, kept))
+    # What stays is there beside all: of a choice it is in the peak already.
+    beside = [way.beside((at,)) for at in range(len(stages))]
+    for at, stage in enumerate(stages):
+        program = made.get((at,), stage.program)
+        if isinstance(program, Choice):
+            branches = [made.get((at, b), x) for b, x in enumerate(program.branches)]
+            others = [way.beside((at, b)) for b in range(len(branches))]
+            program, beside[at] = with_branches(program, branches, others), 0
+        elif (at,) in way.loops:
+            assert isinstance(program, Loop)
+            program = _staying(program, way.loops[at,])
+        stages[at] = dataclasses.replace(stage, program=program)
     names = [plan.name for plan in chain.plan.pieces]
     plans = [stage.program.plan for stage in stages]
     plan = dataclasses.replace(
         together(list(zip(names, plans, strict=True)), chain.plan.gpu_bytes),
         peak_bytes=max(
-            stage.program.plan.peak_bytes + stage.waiting + way.beside(at)
-            for at, stage in enumerate(stages)
+            stage.program.plan.peak_bytes + stage.waiting + others
+            for stage, others in zip(stages, beside, strict=True)
         ),
         kept_bytes=sum(way.all.values()),
         measured=chain.plan.measured,

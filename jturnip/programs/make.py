@@ -21,7 +21,7 @@ from jturnip.frontend.blocks import (
 from jturnip.frontend.bodies import with_bodies_in_blocks
 from jturnip.frontend.flatten import flatten
 from jturnip.frontend.inline import Condition, argument_avals
-from jturnip.frontend.loops import LOOPS_AND_BRANCHES
+from jturnip.frontend.loops import LOOPS_AND_BRANCHES, bytes_for_one_branch
 from jturnip.frontend.memory_model import inner_bytes
 from jturnip.frontend.streaming import Seen
 from jturnip.frontend.tables import loops_read_rows
@@ -172,11 +172,12 @@ def _tries(
         )
         return flatten(closed, forwarded, streaming, condition, seen)
 
+    hosted = places.where(flat, arguments).hosted
     for attempt in how.attempts if not (how.axes and how.finest) else ():
         tried = streamed(attempt) if how.streams else flat
         has_loops = any(e.name in LOOPS_AND_BRANCHES for e in tried.equations)
         if has_loops or any(e.driven for e in tried.equations) or not how.axes:
-            if loops_stay and _takes_loops_apart(tried, flat):
+            if loops_stay and _takes_loops_apart(tried, flat, hosted, arena):
                 loops_stay = False  # it is the same for every attempt
                 whole = _with_whole_loops(
                     flat, tried, in_blocks, seen, arguments, budget, how
@@ -238,8 +239,14 @@ def _with_whole_loops(
         yield functools.partial(_moving_once, flat, arguments, budget, how)
 
 
-def _takes_loops_apart(tried: FlatJaxpr, flat: FlatJaxpr) -> bool:
-    """Whether a function has loops that are driven, or cut, when it is so streamed."""
+def _takes_loops_apart(
+    tried: FlatJaxpr, flat: FlatJaxpr, hosted: Collection[int], arena: int
+) -> bool:
+    """Whether a function has loops that are driven, or cut, when it is so streamed, and no
+    branches that it is better to drive."""
+    chosen = (bytes_for_one_branch(e, e.inputs, flat.types, hosted) for e in flat.equations)
+    if max(chosen, default=0) > arena * attempts.LARGEST:
+        return False
     loops = [sum(e.name == "scan" for e in each.equations) for each in (flat, tried)]
     return any(e.driven for e in tried.equations) or loops[0] != loops[1]
 

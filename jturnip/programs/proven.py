@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jturnip.errors import DoesNotFit
-from jturnip.frontend.partition import Group, Partitioner
-from jturnip.frontend.values import FlatJaxpr
+from jturnip.frontend.partition import Partitioner
+from jturnip.frontend.values import Equation, FlatJaxpr
 from jturnip.placement import Budget
 from jturnip.planner.planner import refusal_of_budget
 
@@ -33,23 +33,14 @@ class Proven:
     _known: dict[int, _Needs] = field(default_factory=dict)
 
     def know(
-        self,
-        flat: FlatJaxpr,
-        partitioner: Partitioner,
-        group: Group,
-        e: int,
-        nbytes: int,
-        refusal: DoesNotFit,
-        budget: Budget,
+        self, equation: Equation, nbytes: int, refusal: DoesNotFit, budget: Budget
     ) -> None:
-        """A task with an equation of this group needs so many bytes beside what is on the
-        device anyway, and was refused. Elsewhere it may write over more than here."""
-        origin = flat.equations[e].origin
-        least = nbytes - partitioner.written_over(e, group)
-        known = self._known.get(id(origin))
-        if known is None or known.nbytes < least:
-            needs = _Needs(origin, least, refusal, budget.taken)
-            self._known[id(origin)] = needs
+        """A task with an equation needs so many bytes beside what is on the device anyway,
+        whatever it writes over, and was refused."""
+        known = self._known.get(id(equation.origin))
+        if known is None or known.nbytes < nbytes:
+            needs = _Needs(equation.origin, nbytes, refusal, budget.taken)
+            self._known[id(equation.origin)] = needs
 
     def refuse(
         self, flat: FlatJaxpr, partitioner: Partitioner, budget: Budget, left: int

@@ -8,7 +8,7 @@ place in which each piece leaves its results is where the next is planned to fin
 """
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -214,8 +214,9 @@ class Choice:
     plan: Plan
     branches: tuple["Program", ...]
     ends_on_host: tuple[bool, ...]
-    # Device bytes of the arguments that each branch does not read.
+    # Device bytes of the arguments that each branch does not read, and of the number.
     unread: tuple[int, ...]
+    number: int
 
     @property
     def constants(self) -> Constants:
@@ -299,16 +300,29 @@ Program: TypeAlias = Straight | Loop | Choice | Rows | Chain
 
 
 def kept_by_stage(stage: Stage) -> KeptParts:
-    """What tasks, or the body of a loop, find on the device; values are the chain's."""
+    """What tasks, the body of a loop, or branches find on the device; values are the
+    chain's."""
     program = stage.program
     if isinstance(program, Straight):
         return program.kept_parts
-    if not isinstance(program, Loop) or not isinstance(program.body, Straight | Chain):
-        return {}
-    body = program.body
-    value = dict(zip(body.flat.inputs, stage.reads, strict=True))
-    # What a body closes over is not the chain's.
-    return {(value.get(v, -1), w): n for (v, w), n in body.kept_parts.items()}
+    inside: Sequence[Program] = ()
+    reads = stage.reads
+    if isinstance(program, Loop):
+        inside = (program.body,)
+    elif isinstance(program, Choice):
+        inside, reads = program.branches, reads[1:]
+    found: dict[Any, int] = {}
+    for each in inside:
+        if isinstance(each, Straight | Chain):
+            found.update(as_read(each.kept_parts, each.flat, reads))
+    return found
+
+
+def as_read(kept: KeptParts, flat: FlatJaxpr, reads: Sequence[int]) -> KeptParts:
+    """What a body or a branch finds on the device, by the values of the chain that it
+    reads; what it closes over is not the chain's."""
+    value = dict(zip(flat.inputs, reads, strict=True))
+    return {(value.get(v, -1), w): n for (v, w), n in kept.items()}
 
 
 def _lets_go(program: Program) -> bool:

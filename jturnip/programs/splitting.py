@@ -101,7 +101,7 @@ def split(
                 e, least = partitioner.neediest(groups[t], sizes[t])
                 if least + kept_bytes > arena:
                     refusal = _refusal(graph, budget, device)
-                    proven.know(flat, partitioner, groups[t], e, least, refusal, budget)
+                    proven.know(flat.equations[e], least, refusal, budget)
                     raise refusal
         finer = partitioner.refine(groups, frozenset(too_large))
         if len(finer) == len(groups):

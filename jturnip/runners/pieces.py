@@ -195,16 +195,54 @@ class ChoiceRunner:
             for b, unread in zip(choice.branches, choice.unread, strict=True)
         ]
 
+        # Branches that may find something on the device each time.
+        self._holding = {
+            at: branch
+            for at, branch in enumerate(self._branches)
+            if isinstance(branch, SplitRunner) and branch.holds
+        }
+        # Arguments of which there are copies on the device for many runs, by position.
+        self.resident_arguments = frozenset(
+            i + 1 for branch in self._holding.values() for i in branch.resident_arguments
+        )
+
     def leave(self) -> None:
         for branch in self._branches:
             branch.leave()
 
-    def run(self, leaves: Sequence[Any], keep: frozenset[int] = frozenset()) -> list[Any]:
+    @property
+    def holds(self) -> bool:
+        """As of `SplitRunner`, of any branch."""
+        return bool(self._holding)
+
+    def sources(self, leaves: Sequence[Any]) -> list[Source]:
+        """As of `SplitRunner`."""
+        branches = self._holding.values()
+        return [source for branch in branches for source in branch.sources(leaves[1:])]
+
+    def hold(self, leaves: Sequence[Any], kept: Kept) -> "HeldByStages":
+        """As of `SplitRunner`; by the number of the branch."""
+        held = {at: b.hold(leaves[1:], kept) for at, b in self._holding.items()}
+        return HeldByStages(held)
+
+    def run(
+        self,
+        leaves: Sequence[Any],
+        keep: frozenset[int] = frozenset(),
+        held: "HeldByStages | None" = None,
+    ) -> list[Any]:
         index, *operands = leaves
         chosen = min(max(int(np.asarray(index)), 0), len(self._branches) - 1)
         branch = self._branches[chosen]
-        results = branch.run(operands, frozenset(i - 1 for i in keep if i))
-        beside = self._beside[chosen] + device_bytes([index])
+        run, beside = branch.run, self._beside[chosen] + device_bytes([index])
+        if held is not None:
+            beside += device_bytes(held.arrays)
+            if isinstance(branch, SplitRunner) and chosen in held.stages:
+                own = held.stages[chosen]
+                assert isinstance(own, Held)
+                run = functools.partial(branch.run, held=own)
+                beside -= device_bytes(own.arrays)
+        results = run(operands, frozenset(i - 1 for i in keep if i))
         gathered = Gathered()
         before = sum(b.plan.op_count for b in self._branches[:chosen])
         gathered.add(_ran(branch), before, beside)
@@ -307,7 +345,7 @@ class ChainRunner:
 
     def _holding(
         self, leaves: Sequence[Any]
-    ) -> dict[int, tuple["SplitRunner | LoopRunner", Sequence[Any]]]:
+    ) -> dict[int, tuple["_Holding", Sequence[Any]]]:
         """The stages for which something stays on the device, with their arguments as far
         as they are the function's."""
         return {
@@ -424,7 +462,7 @@ class HeldByStages:
 
 
 # Stages of a chain that may have something on the device for many runs.
-_Holding: TypeAlias = SplitRunner | LoopRunner
+_Holding: TypeAlias = SplitRunner | LoopRunner | ChoiceRunner
 # What runs a whole function: it may keep arrays on the device between its calls.
 Outermost: TypeAlias = SplitRunner | ChainRunner
 

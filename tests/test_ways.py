@@ -19,7 +19,7 @@ from jturnip.frontend.values import FlatJaxpr
 from jturnip.placement import Budget
 from jturnip.programs import make, splitting
 from jturnip.programs.devices import rates
-from jturnip.programs.proven import Proven
+from jturnip.programs.needs import Needs
 
 
 def flat_of(fn: Any, *args: Any) -> FlatJaxpr:
@@ -74,20 +74,20 @@ def test_what_an_equation_needs_is_known_in_another_cut():
     partitioner = partitioner_of(flat)
     (sort,) = (i for i, e in enumerate(flat.equations) if e.name == "sort")
     refusal = DoesNotFit("no", needed_bytes=100_000, gpu_bytes=50_000)
-    proven, surely = Proven(), 100_000
-    proven.know(flat.equations[sort], surely, refusal, Budget(50_000))
-    proven.refuse(flat, partitioner, Budget(60_000), surely)
+    needs, surely = Needs(), 100_000
+    needs.know(flat.equations[sort], surely, refusal, Budget(50_000))
+    needs.refuse(flat, partitioner, Budget(60_000), surely)
     with pytest.raises(DoesNotFit, match="no") as caught:
-        proven.refuse(flat, partitioner, Budget(60_000, taken=5_000), surely - 1)
+        needs.refuse(flat, partitioner, Budget(60_000, taken=5_000), surely - 1)
     assert caught.value.gpu_bytes == 60_000
     assert caught.value.needed_bytes == 105_000
     # What it reads may be on the device anyway, and is none of its own then.
     there = partitioner_of(flat, staying=flat.inputs)
-    proven.refuse(flat, there, Budget(60_000), surely - 1)
+    needs.refuse(flat, there, Budget(60_000), surely - 1)
     with pytest.raises(DoesNotFit):
-        proven.refuse(flat, there, Budget(60_000), surely - BIG.nbytes - 1)
-    proven.clear()
-    proven.refuse(flat, partitioner, Budget(60_000), 0)
+        needs.refuse(flat, there, Budget(60_000), surely - BIG.nbytes - 1)
+    needs.clear()
+    needs.refuse(flat, partitioner, Budget(60_000), 0)
 
 
 def test_a_loop_that_is_in_the_way_is_compiled_once(monkeypatch: pytest.MonkeyPatch):

@@ -556,7 +556,7 @@ def _straight(
         how.returned,
         how.executables,
         how.accelerator,
-        None if how.thorough else how.proven,
+        None if how.thorough else how.needs,
     )
     if how.trials is not None:
         split = planning.measure(split, how.trials)

@@ -25,7 +25,7 @@ from jturnip.graph.taskgraph import BufferId, TaskGraph
 from jturnip.hardware import Accelerator
 from jturnip.placement import NOTHING_KNOWN, Arguments, Returned
 from jturnip.programs import attempts, places
-from jturnip.programs.proven import Proven
+from jturnip.programs.needs import Needs
 from jturnip.runtime.link import SimulatedLink
 from jturnip.runtime.schedule import Link, Schedule
 
@@ -97,7 +97,7 @@ class How:
     any_plan: bool = False
     # What was made before, of the same in the same room; and all that was compiled.
     known: dict[Any, Any] = field(default_factory=dict, compare=False, hash=False)
-    proven: Proven = field(default_factory=Proven, compare=False, hash=False)
+    needs: Needs = field(default_factory=Needs, compare=False, hash=False)
     executables: list[Any] = field(default_factory=list, compare=False, hash=False)
 
     # How the function's results belong together; of what is inside it, nothing is known.

@@ -22,6 +22,7 @@ from jturnip.planner.planner import (
 )
 from jturnip.programs.devices import rates
 from jturnip.programs.graphs import build
+from jturnip.programs.needs import Needs
 from jturnip.programs.places import (
     at_home,
     bytes_at_start,
@@ -30,7 +31,6 @@ from jturnip.programs.places import (
     reuses,
     values_that_stay,
 )
-from jturnip.programs.proven import Proven
 from jturnip.programs.records import Split
 from jturnip.units import padded
 
@@ -50,7 +50,7 @@ def split(
     returned: Returned = NOTHING_KNOWN,
     used: list[Executable] | None = None,
     accelerator: Accelerator | None = None,
-    proven: Proven | None = None,
+    needs: Needs | None = None,
 ) -> Split:
     """Cuts a function into tasks that fit in a budget, and compiles them.
 
@@ -66,7 +66,7 @@ def split(
         the device go to host memory.
       used: grows by the executables, so that they live until they can be used again.
       accelerator: what it is for, where that is not the device at hand.
-      proven: what some equations surely need, of this function cut otherwise too; grows.
+      needs: what some equations surely need, of this function cut otherwise too; grows.
         Where one needs too much, that is the end; without it, all is cut as fine as it can
         be then, and the refusal asks for what that takes.
 
@@ -81,8 +81,8 @@ def split(
     partitioner = Partitioner(flat, rates(device, accelerator), there)
     left = arena - sum(padded(flat.types[v].nbytes) for v in there)
     _refuse_early(flat, partitioner, arguments, budget, left, used)
-    if proven is not None:
-        proven.refuse(flat, partitioner, budget, left)
+    if needs is not None:
+        needs.refuse(flat, partitioner, budget, left)
     groups = partitioner.partition(0 if finest else max(0, left) // _SHARE)
     staying = _not_to_be_lost(flat, arguments, repeated)
     compiled = None
@@ -96,13 +96,12 @@ def split(
         kept_bytes = resident_bytes(graph)
         sizes = [task_bytes(graph, t) for t in graph.tasks]
         too_large = {t for t, size in enumerate(sizes) if size + kept_bytes > arena}
-        if proven is not None:
-            for t in too_large:
-                e, least = partitioner.neediest(groups[t], sizes[t])
-                if least + kept_bytes > arena:
-                    refusal = _refusal(graph, budget, device)
-                    proven.know(flat.equations[e], least, refusal, budget)
-                    raise refusal
+        for t in sorted(too_large) if needs is not None else ():
+            e, least = partitioner.neediest(groups[t], sizes[t])
+            if least + kept_bytes > arena:
+                refusal = _refusal(graph, budget, device)
+                needs.know(flat.equations[e], least, refusal, budget)
+                raise refusal
         finer = partitioner.refine(groups, frozenset(too_large))
         if len(finer) == len(groups):
             raise _refusal(graph, budget, device)

@@ -401,7 +401,7 @@ class Lowered:
             raise self._at_most_whole(refusal) from None
         finally:
             how.known.clear()  # it knows itself, and by the trials this function
-            how.proven.clear()
+            how.needs.clear()
 
     def _runs_whole_in(self, nbytes: int) -> bool:
         """Whether XLA fits the whole function in so many bytes, and it may run so. It is

@@ -15,7 +15,7 @@ from jturnip.planner.planner import refusal_of_budget
 
 
 @dataclass(frozen=True, slots=True)
-class _Needs:
+class _Shown:
     """A task with an equation needs at least so much, and was refused for it."""
 
     # Whose id is the key, so that it stays its own.
@@ -27,10 +27,10 @@ class _Needs:
 
 
 @dataclass(slots=True)
-class Proven:
+class Needs:
     """Of the equations of one function."""
 
-    _known: dict[int, _Needs] = field(default_factory=dict)
+    _known: dict[int, _Shown] = field(default_factory=dict)
 
     def know(
         self, equation: Equation, nbytes: int, refusal: DoesNotFit, budget: Budget
@@ -39,8 +39,8 @@ class Proven:
         whatever it writes over, and was refused."""
         known = self._known.get(id(equation.origin))
         if known is None or known.nbytes < nbytes:
-            needs = _Needs(equation.origin, nbytes, refusal, budget.taken)
-            self._known[id(equation.origin)] = needs
+            shown = _Shown(equation.origin, nbytes, refusal, budget.taken)
+            self._known[id(equation.origin)] = shown
 
     def refuse(
         self, flat: FlatJaxpr, partitioner: Partitioner, budget: Budget, left: int

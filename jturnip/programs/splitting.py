@@ -96,8 +96,9 @@ def split(
         kept_bytes = resident_bytes(graph)
         sizes = [task_bytes(graph, t) for t in graph.tasks]
         too_large = {t for t, size in enumerate(sizes) if size + kept_bytes > arena}
-        for t in sorted(too_large) if needs is not None else ():
-            e, least = partitioner.neediest(groups[t], sizes[t])
+        if needs is not None and too_large:
+            neediest = (partitioner.neediest(groups[t], sizes[t]) for t in too_large)
+            e, least = max(neediest, key=lambda found: found[1])
             if least + kept_bytes > arena:
                 refusal = _refusal(graph, budget, device)
                 needs.know(flat.equations[e], least, refusal, budget)

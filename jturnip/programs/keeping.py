@@ -8,11 +8,13 @@ predicted to pay.
 import contextlib
 import dataclasses
 import functools
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from jturnip.errors import DoesNotFit, HostMemoryError
+from jturnip.frontend.values import FlatJaxpr
 from jturnip.graph.taskgraph import BufferId
 from jturnip.placement import Budget, Whose
 from jturnip.planner import figures
@@ -26,6 +28,7 @@ from jturnip.programs.records import (
     How,
     KeptParts,
     Loop,
+    Part,
     Program,
     Stage,
     Straight,
@@ -69,6 +72,12 @@ class _Part:
         buffers = self.before.split.graph.buffers
         return sum(padded(buffers[b].nbytes) for b in self.choice)
 
+    @property
+    def sources(self) -> list[Part]:
+        """What its choice is copies of, by the values of the chain."""
+        starts = [self.before.split.starts[b] for b in self.choice]
+        return starts if self.reads is None else as_read(starts, self._flat, self.reads)
+
     def keeping(self, chosen: Collection[BufferId]) -> Straight:
         """The same, not yet planned again, with some of its choice on the device."""
         split = with_resident(self.before.split, chosen)
@@ -76,9 +85,14 @@ class _Part:
 
     def kept(self, made: Straight) -> KeptParts:
         """What stays for it, by the values of the chain."""
+        kept = made.kept_parts
         if self.reads is None:
-            return made.kept_parts
-        return as_read(made.kept_parts, made.flat, self.reads)
+            return kept
+        return dict(zip(as_read(kept, self._flat, self.reads), kept.values(), strict=True))
+
+    @property
+    def _flat(self) -> FlatJaxpr:
+        return self.before.flat
 
 
 @dataclass(frozen=True)
@@ -300,18 +314,16 @@ def _sharing(
 ) -> dict[_At, Straight]:
     """Tasks that find on the device what loops keep there."""
     kept = {part for of_loop in loops.values() for part in of_loop}
-    return {
-        at: part.keeping(
-            [b for b in part.choice if part.kept(part.keeping([b])).keys() <= kept]
-        )
-        for at, part in parts.items()
-    }
+    found: dict[_At, Straight] = {}
+    for at, part in parts.items():
+        sources = zip(part.choice, part.sources, strict=True)
+        found[at] = part.keeping([b for b, source in sources if source in kept])
+    return found
 
 
 def _spread(parts: Mapping[_At, _Part], most: int, arena: int) -> Iterator[_Way]:
     """Tasks that find some of what they read on the device, no more than `most` bytes."""
-    total = sum(part.choice_bytes for part in parts.values())
-    if not total:
+    if not any(part.choice for part in parts.values()):
         return
     graphs = {at: part.before.split.graph for at, part in parts.items()}
     # What is on the device anyway, and what the largest task has beside that.
@@ -330,18 +342,31 @@ def _spread(parts: Mapping[_At, _Part], most: int, arena: int) -> Iterator[_Way]
         room = min([most, *left])
         if room <= 0:
             continue
-        tasks: dict[_At, Straight] = {}
-        left_over = 0  # of what one part may keep the next one has what it leaves
-        for at, part in parts.items():
-            own = room * part.choice_bytes // total + left_over
-            tasks[at] = part.keeping(spread(part.before.split, own, part.choice))
-            left_over = own - _device_bytes(tasks[at].kept_parts)
-        way = _Way(parts, tasks, {})
+        way = _Way(parts, _sharing_room(parts, room), {})
         if way.all and way.all not in tried:
             tried.append(way.all)
             yield way
         if sum(len(graph.tasks) for graph in graphs.values()) > _SOME_TASKS:
             break
+
+
+def _sharing_room(parts: Mapping[_At, _Part], room: int) -> dict[_At, Straight]:
+    """Tasks that find some of what they read on the device, each a share of so many bytes:
+    a branch less, since it runs less often."""
+    branches = Counter(at[:1] for at in parts)
+    shares = {at: part.choice_bytes / branches[at[:1]] for at, part in parts.items()}
+    total = sum(shares.values())
+    owns = {at: int(room * share / total) for at, share in shares.items()}
+    tasks: dict[_At, Straight] = {}
+    left_over = 0
+    # What one part leaves of its share the others may have, and what runs each time last.
+    order = sorted(parts, key=len, reverse=True)
+    for at in (*order, *order):
+        own, part = owns[at] + left_over, parts[at]
+        tasks[at] = part.keeping(spread(part.before.split, own, part.choice))
+        owns[at] = _device_bytes(tasks[at].kept_parts)
+        left_over = own - owns[at]
+    return tasks
 
 
 def _planned(part: _Part, way: _Way, at: _At, budget: Budget, how: How) -> Straight:

@@ -311,18 +311,20 @@ def kept_by_stage(stage: Stage) -> KeptParts:
         inside = (program.body,)
     elif isinstance(program, Choice):
         inside, reads = program.branches, reads[1:]
-    found: dict[Any, int] = {}
+    found: dict[Part, int] = {}
     for each in inside:
         if isinstance(each, Straight | Chain):
-            found.update(as_read(each.kept_parts, each.flat, reads))
+            kept = each.kept_parts
+            names = as_read(kept, each.flat, reads)
+            found.update(zip(names, kept.values(), strict=True))
     return found
 
 
-def as_read(kept: KeptParts, flat: FlatJaxpr, reads: Sequence[int]) -> KeptParts:
-    """What a body or a branch finds on the device, by the values of the chain that it
-    reads; what it closes over is not the chain's."""
+def as_read(parts: Iterable[Part], flat: FlatJaxpr, reads: Sequence[int]) -> list[Part]:
+    """What a body or a branch reads, by the values of the chain that are its arguments;
+    what it closes over is not the chain's."""
     value = dict(zip(flat.inputs, reads, strict=True))
-    return {(value.get(v, -1), w): n for (v, w), n in kept.items()}
+    return [(value.get(v, -1), window) for v, window in parts]
 
 
 def _lets_go(program: Program) -> bool:

@@ -9,12 +9,11 @@ import contextlib
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from jturnip.errors import DoesNotFit, HostMemoryError
-from jturnip.frontend.values import FlatJaxpr
 from jturnip.graph.taskgraph import BufferId
 from jturnip.placement import Budget, Whose
 from jturnip.planner import figures
@@ -30,9 +29,7 @@ from jturnip.programs.records import (
     Loop,
     Part,
     Program,
-    Stage,
     Straight,
-    all_constants,
     as_read,
     kept_by_stage,
 )
@@ -63,20 +60,14 @@ class _Part:
     beside: int
     # Buffers that may stay, in the order in which they are first read.
     choice: tuple[BufferId, ...]
-    # The chain's values that a branch reads; None where they are its own.
-    reads: tuple[int, ...] | None = None
+    # What names a part that it reads by the value of the chain.
+    outside: Callable[[Part], Part] = lambda part: part
 
     @property
     def choice_bytes(self) -> int:
         """Device bytes of all that may stay."""
         buffers = self.before.split.graph.buffers
         return sum(padded(buffers[b].nbytes) for b in self.choice)
-
-    @property
-    def sources(self) -> list[Part]:
-        """What its choice is copies of, by the values of the chain."""
-        starts = [self.before.split.starts[b] for b in self.choice]
-        return starts if self.reads is None else as_read(starts, self._flat, self.reads)
 
     def keeping(self, chosen: Collection[BufferId]) -> Straight:
         """The same, not yet planned again, with some of its choice on the device."""
@@ -85,14 +76,7 @@ class _Part:
 
     def kept(self, made: Straight) -> KeptParts:
         """What stays for it, by the values of the chain."""
-        kept = made.kept_parts
-        if self.reads is None:
-            return kept
-        return dict(zip(as_read(kept, self._flat, self.reads), kept.values(), strict=True))
-
-    @property
-    def _flat(self) -> FlatJaxpr:
-        return self.before.flat
+        return {self.outside(part): n for part, n in made.kept_parts.items()}
 
 
 @dataclass(frozen=True)
@@ -167,37 +151,31 @@ def _parts(program: Straight | Chain, not_these: frozenset[int]) -> dict[_At, _P
         return {(): _Part(program, 0, tuple(same_each_time(program.split, not_these)))}
     same = _same_values(program, not_these)
     parts: dict[_At, _Part] = {}
-
-    def add(at: _At, made: Program, beside: int, reads: tuple[int, ...]) -> None:
+    for at, (made, beside, reads) in _pieces(program).items():
         if isinstance(made, Straight):
             others = [i for i, v in enumerate(reads) if v not in same]
             choice = tuple(same_each_time(made.split, others))
-            parts[at] = _Part(made, beside, choice, reads if len(at) > 1 else None)
-
-    for at, stage in enumerate(program.stages):
-        add((at,), stage.program, stage.waiting, stage.reads)
-        for b, (branch, beside) in enumerate(_branches(stage)):
-            add((at, b), branch, beside, stage.reads[1:])
+            parts[at] = _Part(made, beside, choice)
+            if len(at) > 1:  # the values of a branch are its own
+                outside = as_read(made.flat, reads)
+                parts[at] = dataclasses.replace(parts[at], outside=outside)
     return parts
 
 
-def _branches(stage: Stage) -> list[tuple[Program, int]]:
-    """The branches of a stage, and what others take on the device while each runs."""
-    choice = stage.program
-    if not isinstance(choice, Choice):
-        return []
-    beside = _beside_branches(choice)
-    return [(b, stage.waiting + n) for b, n in zip(choice.branches, beside, strict=True)]
-
-
-def _beside_branches(choice: Choice) -> list[int]:
-    """Device bytes of what is there beside each branch: the number, what it does not read,
-    and what the others close over."""
-    everything = sum(all_constants(choice.branches).values()) + choice.number
-    return [
-        everything - sum(b.constants.values()) + unread
-        for b, unread in zip(choice.branches, choice.unread, strict=True)
-    ]
+def _pieces(chain: Chain) -> dict[_At, tuple[Program, int, tuple[int, ...]]]:
+    """What the stages of a chain run, branch by branch; the device bytes that others take
+    meanwhile, and the chain's values that it reads."""
+    found: dict[_At, tuple[Program, int, tuple[int, ...]]] = {}
+    for at, stage in enumerate(chain.stages):
+        choice = stage.program
+        if not isinstance(choice, Choice):
+            found[at,] = choice, stage.waiting, stage.reads
+            continue
+        taken = [stage.waiting + choice.number + nbytes for nbytes in choice.beside]
+        branches = zip(choice.branches, taken, strict=True)
+        for b, (made, beside) in enumerate(branches):
+            found[at, b] = made, beside, stage.reads[1:]
+    return found
 
 
 def with_branches(
@@ -214,9 +192,9 @@ def with_branches(
     named = [(f"branch {i}", b.plan) for i, b in enumerate(branches)]
     plan = together(named, choice.plan.gpu_bytes)
     peak = max(
-        b.plan.peak_bytes + beside + others
+        b.plan.peak_bytes + choice.number + beside + others
         for b, beside, others in zip(
-            branches, _beside_branches(choice), kept or [0] * len(branches), strict=True
+            branches, choice.beside, kept or [0] * len(branches), strict=True
         )
     )
     return dataclasses.replace(choice, plan=dataclasses.replace(plan, peak_bytes=peak))
@@ -273,7 +251,7 @@ def _ways(
     # What there may be on the device in any order of the ops of what is left as it is.
     most = {
         at: figures.most_bytes(made.plan) + beside
-        for at, (made, beside) in _all_parts(program).items()
+        for at, (made, beside, _) in _pieces(program).items()
         if at not in parts
     }
     loops = _kept_by_loops(program, not_these)
@@ -283,17 +261,6 @@ def _ways(
         if fits and _device_bytes(way.all) <= room:
             yield way
     yield from _spread(parts, min(room, arena - max(most.values(), default=0)), arena)
-
-
-def _all_parts(chain: Chain) -> dict[_At, tuple[Program, int]]:
-    """What the stages of a chain run, branch by branch, and what others take meanwhile."""
-    found: dict[_At, tuple[Program, int]] = {}
-    for at, stage in enumerate(chain.stages):
-        branches = _branches(stage)
-        found.update(((at, b), each) for b, each in enumerate(branches))
-        if not branches:
-            found[at,] = stage.program, stage.waiting
-    return found
 
 
 def _kept_by_loops(chain: Chain, not_these: Collection[int]) -> dict[_At, KeptParts]:
@@ -316,8 +283,10 @@ def _sharing(
     kept = {part for of_loop in loops.values() for part in of_loop}
     found: dict[_At, Straight] = {}
     for at, part in parts.items():
-        sources = zip(part.choice, part.sources, strict=True)
-        found[at] = part.keeping([b for b, source in sources if source in kept])
+        starts = part.before.split.starts
+        found[at] = part.keeping(
+            [b for b in part.choice if part.outside(starts[b]) in kept]
+        )
     return found
 
 
@@ -342,7 +311,7 @@ def _spread(parts: Mapping[_At, _Part], most: int, arena: int) -> Iterator[_Way]
         room = min([most, *left])
         if room <= 0:
             continue
-        way = _Way(parts, _sharing_room(parts, room), {})
+        way = _Way(parts, _dividing(parts, room), {})
         if way.all and way.all not in tried:
             tried.append(way.all)
             yield way
@@ -350,7 +319,7 @@ def _spread(parts: Mapping[_At, _Part], most: int, arena: int) -> Iterator[_Way]
             break
 
 
-def _sharing_room(parts: Mapping[_At, _Part], room: int) -> dict[_At, Straight]:
+def _dividing(parts: Mapping[_At, _Part], room: int) -> dict[_At, Straight]:
     """Tasks that find some of what they read on the device, each a share of so many bytes:
     a branch less, since it runs less often."""
     branches = Counter(at[:1] for at in parts)

@@ -8,7 +8,7 @@ place in which each piece leaves its results is where the next is planned to fin
 """
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -223,6 +223,16 @@ class Choice:
         return all_constants(self.branches)
 
     @property
+    def beside(self) -> list[int]:
+        """Device bytes of what is there beside each branch and the number: what it does not
+        read, and what the others close over."""
+        everything = sum(self.constants.values())
+        return [
+            everything - sum(branch.constants.values()) + unread
+            for branch, unread in zip(self.branches, self.unread, strict=True)
+        ]
+
+    @property
     def report(self) -> CompileReport:
         return functools.reduce(CompileReport.beside, (b.report for b in self.branches))
 
@@ -314,17 +324,16 @@ def kept_by_stage(stage: Stage) -> KeptParts:
     found: dict[Part, int] = {}
     for each in inside:
         if isinstance(each, Straight | Chain):
-            kept = each.kept_parts
-            names = as_read(kept, each.flat, reads)
-            found.update(zip(names, kept.values(), strict=True))
+            outside = as_read(each.flat, reads)
+            found.update((outside(part), n) for part, n in each.kept_parts.items())
     return found
 
 
-def as_read(parts: Iterable[Part], flat: FlatJaxpr, reads: Sequence[int]) -> list[Part]:
-    """What a body or a branch reads, by the values of the chain that are its arguments;
-    what it closes over is not the chain's."""
+def as_read(flat: FlatJaxpr, reads: Sequence[int]) -> Callable[[Part], Part]:
+    """What names a part of what a body or a branch reads by the value of the chain that is
+    its argument; what it closes over is not the chain's."""
     value = dict(zip(flat.inputs, reads, strict=True))
-    return [(value.get(v, -1), window) for v, window in parts]
+    return lambda part: (value.get(part[0], -1), part[1])
 
 
 def _lets_go(program: Program) -> bool:

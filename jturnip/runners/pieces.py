@@ -188,13 +188,7 @@ class ChoiceRunner:
         self.plan = choice.plan
         self.last_run: RunReport | None = None
         self._branches = [make_piece(branch, link) for branch in choice.branches]
-        total = sum(choice.constants.values())
-        # What is there beside each branch, of closed-over arrays and of its own arguments.
-        self._beside = [
-            total - sum(b.constants.values()) + unread
-            for b, unread in zip(choice.branches, choice.unread, strict=True)
-        ]
-
+        self._beside = choice.beside
         # Branches that may find something on the device each time.
         self._holding = {
             at: branch
@@ -234,15 +228,9 @@ class ChoiceRunner:
         index, *operands = leaves
         chosen = min(max(int(np.asarray(index)), 0), len(self._branches) - 1)
         branch = self._branches[chosen]
-        run, beside = branch.run, self._beside[chosen] + device_bytes([index])
-        if held is not None:
-            beside += device_bytes(held.arrays)
-            if isinstance(branch, SplitRunner) and chosen in held.stages:
-                own = held.stages[chosen]
-                assert isinstance(own, Held)
-                run = functools.partial(branch.run, held=own)
-                beside -= device_bytes(own.arrays)
+        run, beside = (held or HeldByStages({})).running(chosen, branch)
         results = run(operands, frozenset(i - 1 for i in keep if i))
+        beside += self._beside[chosen] + device_bytes([index])
         gathered = Gathered()
         before = sum(b.plan.op_count for b in self._branches[:chosen])
         gathered.add(_ran(branch), before, beside)
@@ -376,15 +364,11 @@ class ChainRunner:
             del array
         del placed
         gathered, first_op = Gathered(), 0
-        held_bytes = device_bytes(held.arrays)
         for at, (stage, piece) in enumerate(self._stages):
-            run, own_bytes = piece.run, 0
-            if isinstance(piece, _Holding) and at in held.stages:
-                run = functools.partial(piece.run, held=held.stages[at])
-                own_bytes = device_bytes(held.stages[at].arrays)
-            beside = self._run_stage(stage, run, values) + held_bytes - own_bytes
+            run, beside = held.running(at, piece)
+            beside += self._run_stage(stage, run, values)
             gathered.add(_ran(piece), first_op, beside)
-            gathered.at_rest(stage.constants + values.bytes_beside(()) + held_bytes)
+            gathered.at_rest(stage.constants + values.bytes_beside(()) + held.nbytes)
             first_op += piece.plan.op_count
         self.last_run = gathered.report()
         return [
@@ -444,9 +428,10 @@ class ChainRunner:
         return compat.settled(array, committed)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class HeldByStages:
-    """What is on the device for many runs of a chain, by the number of the stage."""
+    """What is on the device for many runs of a chain, by the number of the stage, or of a
+    branch."""
 
     stages: Mapping[int, "Held | HeldByStages"]
 
@@ -459,6 +444,20 @@ class HeldByStages:
     def arrays(self) -> list[Any]:
         """All copies."""
         return [copy for held in self.stages.values() for copy in held.arrays]
+
+    @functools.cached_property
+    def nbytes(self) -> int:
+        """Device bytes of all copies, which stay while this does."""
+        return device_bytes(self.arrays)
+
+    def running(self, at: int, piece: Any) -> tuple[Callable[..., list[Any]], int]:
+        """What runs a stage with what is there for it, and the device bytes of what is
+        there for others."""
+        if at not in self.stages:
+            return piece.run, self.nbytes
+        own = self.stages[at]
+        run = functools.partial(piece.run, held=own)
+        return run, self.nbytes - device_bytes(own.arrays)
 
 
 # Stages of a chain that may have something on the device for many runs.

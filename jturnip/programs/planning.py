@@ -20,7 +20,6 @@ from jturnip.planner import figures, orders
 from jturnip.planner.bound import least_seconds
 from jturnip.planner.planner import smallest_budget
 from jturnip.planner.verify import verify
-from jturnip.programs.calibration import calibrate
 from jturnip.programs.devices import link_of
 from jturnip.programs.fastest import (
     MANY_TO_REORDER,
@@ -39,8 +38,7 @@ from jturnip.units import format_bytes, padded
 
 
 def measure(candidate: Split, trials: Trials) -> Split:
-    """Runs each new executable on zeros, where there is room for that, and measures the
-    link where that has not been done.
+    """Runs each new executable on zeros, where there is room for that.
 
     Returns:
       The same with measured seconds in its tasks.
@@ -58,7 +56,6 @@ def measure(candidate: Split, trials: Trials) -> Split:
         placement.sharding(device, on_host=False),
         trials,
     )
-    calibrate(device, trials)
     tasks = tuple(_with_times(t, candidate.executables[t.executable]) for t in graph.tasks)
     return dataclasses.replace(candidate, graph=dataclasses.replace(graph, tasks=tasks))
 

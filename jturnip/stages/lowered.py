@@ -391,8 +391,6 @@ class Lowered:
         how = self._how(trials)
         if used is not None:
             how = dataclasses.replace(how, executables=used)
-        if trials is not None:  # what may be moved and what had better be made anew
-            calibrate(self._arguments.device, trials)
         try:
             return searched(self._made(how), Budget(self.gpu_bytes), how)
         except DoesNotFit as refusal:
@@ -538,6 +536,8 @@ class Lowered:
     def _measured_program(self, trials: Trials, used: list[Any] | None = None) -> Program:
         """The program with measured times; what was planned before them is used again.
         `used` grows by the executables."""
+        if self._refusal is None:  # it decides what is moved, and what is made anew
+            calibrate(self._arguments.device, trials)
         if "_program" in self.__dict__:
             again = remeasured(self._program, self.gpu_bytes, self._how(trials))
             if again is not None:

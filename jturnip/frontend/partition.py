@@ -193,7 +193,7 @@ class Partitioner:
         return self._groups(pieces)
 
     def neediest(self, group: Group, nbytes: int) -> tuple[int, int]:
-        """The equation of a group that needs most, and what a task with it surely needs
+        """The equation of a group that needs most, and what a task with it needs at least,
         however the group is cut, where the whole needs so many bytes by XLA's own figure:
         less what the others hold, what they touch with all copies of it, and what it may
         write over by itself."""
@@ -212,9 +212,8 @@ class Partitioner:
         return most, least(most)
 
     def there(self, e: int) -> int:
-        """Bytes of what an equation reads or writes that are on the device anyway."""
-        values = {*self._reads[e], *self._flat.equations[e].outputs}
-        return self._padded(values & self._model.staying)
+        """Bytes of what an equation reads that are on the device anyway."""
+        return self._padded(self._model.staying.intersection(self._reads[e]))
 
     def _touched(self, e: int) -> set[int]:
         """What an equation reads and writes, beside what is on the device anyway."""

@@ -45,8 +45,8 @@ class Needs:
     def refuse(
         self, flat: FlatJaxpr, partitioner: Partitioner, budget: Budget, left: int
     ) -> None:
-        """Refuses a function with an equation that surely needs more than is left beside
-        what is on the device anyway.
+        """Refuses a function with an equation that is known to need more than is left
+        beside what is on the device anyway.
 
         Raises:
           DoesNotFit: the refusal of before, of this budget.

@@ -66,7 +66,7 @@ def split(
         the device go to host memory.
       used: grows by the executables, so that they live until they can be used again.
       accelerator: what it is for, where that is not the device at hand.
-      needs: what some equations surely need, of this function cut otherwise too; grows.
+      needs: what some equations are known to need, of this function cut otherwise; grows.
         Where one needs too much, that is the end; without it, all is cut as fine as it can
         be then, and the refusal asks for what that takes.
 

@@ -11,7 +11,7 @@ import pytest
 
 from jturnip import placement
 from jturnip.compiler.executables import Executable
-from jturnip.compiler.trials import Trials, try_out
+from jturnip.compiler.trials import Trials, _Trial, try_out
 from jturnip.units import GRANULE
 
 
@@ -103,11 +103,37 @@ def test_what_was_measured_is_not_tried_again():
     assert trials.peak_bytes == 0
 
 
-def test_a_long_one_has_no_more_than_two_turns(monkeypatch: pytest.MonkeyPatch):
+def test_what_takes_long_has_a_first_call_and_one_more(monkeypatch: pytest.MonkeyPatch):
     recorded = Recorded()
-    monkeypatch.setattr("jturnip.compiler.trials._TRIAL_SECONDS", 0.0)
-    tried([recorded.executable(name) for name in "ab"], trials_in(64 * MIB))
-    assert recorded.calls == list("ab" * 3)  # with the first call, which is slow
+    made = "jturnip.compiler.trials._Trial.make_operands"
+    monkeypatch.setattr(made, functools.partialmethod(_made_in, 0.2))
+    executables = [recorded.executable(name) for name in "ab"]
+    tried(executables, trials_in(64 * MIB))
+    assert recorded.calls == list("ab" * 2)
+    for executable in executables:  # the making of operands is no part of a call
+        assert executable.seconds is not None
+        assert executable.seconds < 0.1
+
+
+def _made_in(trial: Any, seconds: float, sharding: jax.sharding.Sharding) -> None:
+    """As operands are made, in so many seconds."""
+    trial._operands = [jax.device_put(np.zeros(4, np.float32), sharding)]
+    trial.spent_seconds += seconds
+
+
+@pytest.mark.parametrize(
+    ("first_seconds", "loads_code", "enough"),
+    [(0.2, False, True), (0.2, True, False), (0.02, False, False)],
+)
+def test_one_long_call_is_enough_where_the_first_loads_no_code(
+    first_seconds: float, loads_code: bool, enough: bool
+):
+    trial = _Trial(Recorded().executable("a"))
+    assert not trial.is_enough(0, loads_code)
+    trial.seconds.append(first_seconds)
+    trial.spent_seconds = first_seconds
+    assert trial.is_enough(1, loads_code) is enough
+    assert trial.is_enough(2, loads_code) is (first_seconds > 0.1)
 
 
 def test_a_trial_that_fails_says_so_and_leaves_nothing_measured():

@@ -12,7 +12,9 @@ import pytest
 
 import jturnip
 from jturnip.errors import DoesNotFit
+from jturnip.frontend import blocks, effort
 from jturnip.frontend.blocks import Ways
+from jturnip.frontend.effort import Effort
 from jturnip.frontend.flatten import flatten
 from jturnip.frontend.partition import Group, Partitioner
 from jturnip.frontend.values import FlatJaxpr
@@ -195,3 +197,93 @@ def test_any_plan_will_do_where_it_is_only_asked_whether_there_is_one():
     some = compared(MUCH, any_plan=True)
     some.look(iter(ways_of(10, 9)))
     assert lengths(some) == [10]
+
+
+def test_equations_count_as_often_as_they_are_looked_at():
+    effort_of_one = Effort()
+    effort_of_one.looked_at(3)
+    effort_of_one.looked_at(4)
+    effort_of_one.made_tasks(5)
+    assert effort_of_one == Effort(7 + 5 * effort._OF_TASKS)
+    assert not effort_of_one.is_enough
+    assert Effort(effort._ENOUGH + 1).is_enough
+
+
+def kernel_sums(x: Any, y: Any) -> Any:
+    """Of all pairs, which no way keeps."""
+    return jnp.exp(-((x[:, None] - y[None]) ** 2)).sum(1)
+
+
+MANY = np.linspace(0, 1, 2048, dtype=np.float32)
+
+
+def test_once_enough_was_looked_at_there_are_no_ways_to_cut_a_function():
+    flat = flat_of(kernel_sums, MANY, MANY)
+    where, cpu = blocks.Where(frozenset()), jax.devices("cpu")[0]
+
+    def ways(effort: Effort) -> list[Ways]:
+        arena = MANY.nbytes * 64
+        found = blocks.cut_along_axes(
+            flat, where, arena, rates(cpu), "cpu", 1e-9, effort=effort
+        )
+        return list(found)
+
+    looked_at = Effort()
+    assert ways(looked_at)
+    assert 0 < looked_at.equations <= effort._ENOUGH
+    assert not ways(Effort(effort._ENOUGH + 1))
+
+
+def sorted_kernel(x: Any, y: Any) -> Any:
+    """A row of it is sorted at once, so that XLA writes it down."""
+    return jnp.sort(jnp.exp(-((x[:, None] - y[None]) ** 2)), 1)[:, :8]
+
+
+def test_a_search_that_takes_too_long_ends_with_a_budget_that_works(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    few = MANY[:512]
+    budget = jturnip.peak_bytes(sorted_kernel, few, few) // 4
+    expected = jax.jit(sorted_kernel)(few, few)
+    run = jturnip.jit(sorted_kernel, gpu_bytes=budget)
+    np.testing.assert_array_equal(run(few, few), expected)
+    monkeypatch.setattr(effort, "_ENOUGH", 0)
+    with pytest.raises(DoesNotFit) as caught:
+        jturnip.jit(sorted_kernel, gpu_bytes=budget)(few, few)
+    assert budget < caught.value.needed_bytes <= 4 * budget + 4
+    again = jturnip.jit(sorted_kernel, gpu_bytes=caught.value.needed_bytes)
+    np.testing.assert_array_equal(again(few, few), expected)
+
+
+def running(x: Any) -> Any:
+    """Sums over a long scan, all pairs in a row of each, and the large results of both."""
+    _, sums = jax.lax.scan(lambda a, v: (jnp.tanh(a + v),) * 2, x[0], x)
+    pairs = jax.nn.softmax((sums[:, :, None] + x[:, None]).reshape(len(x), -1))
+    return sums, pairs.sum(0)
+
+
+def test_what_was_found_is_the_first_that_is_tried_with_other_results_on_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    x = np.linspace(-1, 1, 2048 * 16, dtype=np.float32).reshape(2048, 16)
+    searches: list[FlatJaxpr] = []
+    made: list[frozenset[int]] = []
+    cut_along_axes, straight = make.cut_along_axes, make._straight
+
+    def searched(flat: FlatJaxpr, *args: Any) -> Any:
+        searches.append(flat)
+        return cut_along_axes(flat, *args)
+
+    def counted(flat: Any, arguments: Any, budget: Any, how: Any, to_host: Any) -> Any:
+        found = straight(flat, arguments, budget, how, to_host)
+        made.append(frozenset(to_host))
+        return found
+
+    monkeypatch.setattr(make, "cut_along_axes", searched)
+    monkeypatch.setattr(make, "_straight", counted)
+    run = jturnip.jit(running, gpu_bytes=jturnip.peak_bytes(running, x) // 4)
+    result = run(x)
+    assert len(set(made)) > 1  # with no result there, and with some
+    assert len(searches) == len(set(map(id, searches)))
+    for mine, expected in zip(result, jax.jit(running)(x), strict=True):
+        np.testing.assert_allclose(mine, expected, rtol=1e-5)

@@ -27,6 +27,7 @@ from jturnip.frontend.choosing import (
     touched,
 )
 from jturnip.frontend.costs import DeviceRates, slow_in_loops
+from jturnip.frontend.effort import Effort
 from jturnip.frontend.rules import Rule
 from jturnip.frontend.running import rows_as_blocks
 from jturnip.frontend.shifting import shifted
@@ -90,6 +91,7 @@ def cut_along_axes(
     platform: str,
     seconds_per_byte: float,
     anew: bool = True,
+    effort: Effort | None = None,
 ) -> Iterator[Ways]:
     """The function with its large stretches cut, in some ways that are worth trying; the
     doubtful ones last.
@@ -103,7 +105,10 @@ def cut_along_axes(
       seconds_per_byte: what it takes to move a byte to host memory and back.
       anew: whether there are ways in which what is large is made anew rather than kept;
         they come before those without.
+      effort: what was looked at before, for the same function; grows. No way is looked for
+        once that is enough.
     """
+    effort = effort or Effort()
     arena -= nbytes_of(flat, where.staying)
     known = Known()
     flat = sliced_on_host(rows_as_blocks(flat, arena), where.hosted)
@@ -114,7 +119,7 @@ def cut_along_axes(
     for each, has_copies in _written_otherwise(flat, arena, large, known):
         if has_copies and not anew:
             continue
-        for ways in _in_some_ways(each, where, arena, rates, platform, known):
+        for ways in _in_some_ways(each, where, arena, rates, platform, known, effort):
             sure = tuple(cut for cut in ways if not _joins_too_much(cut, arena))
             if sure:
                 yield Ways(sure, anew=has_copies)
@@ -148,11 +153,14 @@ def _in_some_ways(
     rates: DeviceRates,
     platform: str,
     known: Known,
+    effort: Effort,
 ) -> Iterator[Sequence[FlatJaxpr]]:
-    search = Search(known)
+    search = Search(known, effort)
     slow = slow_in_loops(platform)
     seen: set[Any] = set()
     for tighter, at_once, eager, apart, share in _tries():
+        if effort.is_enough:
+            return
         if search.is_over(apart):
             continue
         least = max(1, int(arena / tighter * share))

@@ -13,6 +13,7 @@ from typing import Any
 from jturnip.frontend import costs, parts
 from jturnip.frontend.axes import Known, rules
 from jturnip.frontend.cutting import Blocks, Cutting, Tasks, with_cuttings
+from jturnip.frontend.effort import Effort
 from jturnip.frontend.sets import Joined
 from jturnip.frontend.stretches import Stretch, Stretches
 from jturnip.frontend.values import Constant, Equation, FlatJaxpr, read_by
@@ -66,6 +67,7 @@ class Search:
     """What is known of a function's equations, and how many were looked at."""
 
     rules: Known = field(default_factory=Known)
+    effort: Effort = field(default_factory=Effort)
     # What was not cut (`_Choice._signature`), and whether it need not be; what the keys
     # name by their ids.
     uncut: dict[Any, bool] = field(default_factory=dict)
@@ -184,6 +186,7 @@ def _cut_anew(
     search: Search,
 ) -> tuple[FlatJaxpr, tuple[Any, ...]]:
     flat = stretches.flat
+    search.effort.looked_at(len(flat.equations))
     choice = _Choice(stretches, room, tasks, search)
     ruled = stretches.ruled()
     if tasks:

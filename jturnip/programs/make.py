@@ -124,6 +124,8 @@ def _made(
         except DoesNotFit as error:
             refusals.append(error.with_traceback(None))
     for make in _tries(closed, forwarded, arguments, budget, how, condition):
+        if how.axes and refusals and how.effort.is_enough:
+            break
         try:
             made = _for_any_call(make, budget, how, to_host)
         except DoesNotFit as error:
@@ -401,13 +403,20 @@ def _cut_along_axes(
     """One plan for all tasks, with large stretches cut in the first way that fits; where
     that moves much, or makes something anew, in the fastest of some, as predicted."""
     make = lambda cut: _straight(cut, arguments, budget, how, to_host)
+    # With other results in host memory what was found before is the first to be tried.
+    key = "cut", id(flat), arguments, budget, how
+    if key in how.known:
+        with contextlib.suppress(DoesNotFit):
+            return make(how.known[key][-1])
     compared = _Compared(flat, make, how.any_plan)
     if places.bytes_at_start(flat, arguments) <= budget.arena(arguments.device):
         has_copies = compared.look(_ways(flat, arguments, budget, how))
         if has_copies and not how.any_plan:
             compared.look(_ways(flat, arguments, budget, how, anew=False))
     if compared.found:
-        return min(compared.found, key=lambda made: made.plan.predicted_seconds)
+        made = min(compared.found, key=lambda made: made.plan.predicted_seconds)
+        how.known[key] = flat, made.flat  # the one that has the id is kept
+        return made
     if not compared.refusals:  # there is no way: so it says what it needs as it is
         return make(flat)
     raise min(compared.refusals, key=lambda refusal: refusal.needed_bytes)
@@ -500,6 +509,7 @@ def _ways(
         device.platform,
         _seconds_per_byte(arguments, how),
         anew,
+        how.effort,
     )
 
 
@@ -527,7 +537,7 @@ def _tasks_between(
     try:
         return _straight(flat, arguments, budget, how, to_host)
     except DoesNotFit as error:
-        if not how.axes:
+        if not how.axes or how.effort.is_enough:
             raise
         refusal = error.with_traceback(None)
     try:
@@ -546,6 +556,7 @@ def _straight(
     to_host: Collection[int],
 ) -> Straight:
     """One plan for all tasks."""
+    how.effort.made_tasks(len(flat.equations))
     split = splitting.split(
         flat,
         arguments,

@@ -18,6 +18,7 @@ from jturnip.compiler.executables import Executable
 from jturnip.compiler.report import CompileReport
 from jturnip.compiler.trials import Trials
 from jturnip.frontend import tables
+from jturnip.frontend.effort import Effort
 from jturnip.frontend.partition import Group
 from jturnip.frontend.values import FlatJaxpr, Parts, Window
 from jturnip.graph.plan import Plan
@@ -98,6 +99,7 @@ class How:
     # What was made before, of the same in the same room; and all that was compiled.
     known: dict[Any, Any] = field(default_factory=dict, compare=False, hash=False)
     needs: Needs = field(default_factory=Needs, compare=False, hash=False)
+    effort: Effort = field(default_factory=Effort, compare=False, hash=False)
     executables: list[Any] = field(default_factory=list, compare=False, hash=False)
 
     # How the function's results belong together; of what is inside it, nothing is known.

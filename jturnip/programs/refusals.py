@@ -12,9 +12,10 @@ from jturnip.planner.planner import refusal_of_budget
 from jturnip.programs.records import How, Program
 
 
-# How often the budget that a refusal asks for is tried, to find what comes after it; and
-# where stretches are cut for each budget.
+# How often the budget that a refusal asks for is tried, to find what comes after it; in how
+# many of these just what it asks for; and where stretches are cut for each budget.
 _TRIES = 12
+_EXACT = 2
 _TRIES_CUT = 2
 
 
@@ -41,6 +42,8 @@ def refusal_that_is_true(
       runs_whole: whether the function runs as one executable in so many bytes; they are
         not tried then.
     """
+    # Any plan shows that there is one, and none need be timed.
+    how = dataclasses.replace(how, any_plan=True, trials=None)
     as_it_is = dataclasses.replace(how, axes=False, thorough=True)
     uncut = _of_all_pieces(lambda budget: make(budget, as_it_is), uncut, runs_whole)
     for _ in range(_TRIES_CUT):
@@ -75,7 +78,8 @@ def _of_all_pieces(
             make(budget)
         except DoesNotFit as error:
             # What is asked for next is exact, unless the pieces ask in turns for a little.
-            least = budget + 1 if attempt < _TRIES // 2 else budget + budget // 4
+            more = 1 if attempt < _EXACT else budget >> (6 if attempt < _TRIES // 2 else 2)
+            least = budget + more
             budget = max(error.needed_bytes, least)
             refusal = refusal_of_budget(error, refusal.gpu_bytes, budget)
         except HostMemoryError:

@@ -1,7 +1,7 @@
 """Axes of equations, and functions cut along them, against the functions themselves."""
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checks import assert_same, memory_kinds, unconstrained_peak, whole_bytes
+from flat import evaluated, flat_of
 from jax import lax
 from jax.experimental import sparse
 
@@ -16,20 +17,14 @@ import jturnip
 from jturnip.frontend import blocks, shifting
 from jturnip.frontend.axes import Known, rules
 from jturnip.frontend.costs import DeviceRates
-from jturnip.frontend.flatten import flatten
 from jturnip.frontend.parts import works
 from jturnip.frontend.slices import sliced_on_host
-from jturnip.frontend.values import Constant, FlatJaxpr, Parts
 from tests.test_rules import through_time
 
 
 RATES = DeviceRates(5e10, 1e10, launch_seconds=1e-4)
 # Seconds to move a byte there and back.
 COPY = 4e-10
-
-
-def flat_of(fn: Callable[..., Any], *args: Any) -> FlatJaxpr:
-    return flatten(jax.jit(fn).trace(*args).jaxpr)
 
 
 def labels(fn: Callable[..., Any], *shapes: tuple[int, ...], dtype: Any = "float32") -> str:
@@ -78,34 +73,6 @@ def test_what_is_needed_whole_has_no_label():
 
 
 # -- cut functions ---------------------------------------------------------------------
-
-
-def evaluated(flat: FlatJaxpr, *args: Any) -> list[Any]:
-    """What a flat function gives, without any planning."""
-
-    def run(args: Any) -> list[Any]:
-        values = dict(zip(flat.inputs, args, strict=True))
-        values.update(flat.constants)
-        for s in flat.slices:
-            values[s.value] = values[s.source][s.window.index]
-        for e in flat.equations:
-            read = [v.value if isinstance(v, Constant) else values[v] for v in e.inputs]
-            for v, x in zip(e.outputs, e.bind(read), strict=True):
-                assert (x.shape, x.dtype) == (flat.types[v].shape, flat.types[v].dtype)
-                values[v] = x
-        return [
-            together(o, values) if isinstance(o, Parts) else values[o] for o in flat.outputs
-        ]
-
-    return jax.jit(run)(args)
-
-
-def together(parts: Parts, values: Mapping[int, Any]) -> Any:
-    """A result that is left in parts; what none of them is stays a number that is wrong."""
-    whole = jnp.full(parts.type.shape, 77, parts.type.dtype)
-    for v, window in zip(parts.values, parts.windows, strict=True):
-        whole = whole.at[window.index].set(values[v])
-    return whole
 
 
 def numbers(*shape: int, dtype: Any = np.float32) -> np.ndarray:

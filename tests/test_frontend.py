@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checks import assert_same, some_numbers, tower
+from flat import flat_of
 from hypothesis import given, settings, strategies as st
 
 from jturnip.compiler.executables import group_key
@@ -30,10 +31,6 @@ from jturnip.models import llama
 # nothing ever is.
 SLOW = DeviceRates(1.0, 1.0, 1e-9)
 FAST = DeviceRates(1e30, 1e30, 1.0)
-
-
-def flat_of(fn: Callable[..., Any], *args: Any, forwarded: Sequence[int] = ()) -> FlatJaxpr:
-    return flatten(jax.jit(fn).trace(*args).jaxpr, forwarded)
 
 
 def names(flat: FlatJaxpr) -> list[str]:

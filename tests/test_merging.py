@@ -10,33 +10,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checks import assert_same
+from flat import evaluated, flat_of
 from random_programs import WIDTH, initial_state, random_program
 
 import jturnip
 from jturnip.frontend.anew import Large, made_anew
 from jturnip.frontend.axes import Known
 from jturnip.frontend.costs import HEAVY, REDUCTIONS
-from jturnip.frontend.flatten import flatten
 from jturnip.frontend.inline import inline
 from jturnip.frontend.merging import merged
-from jturnip.frontend.values import Constant, FlatJaxpr
-
-
-def flat_of(fn: Callable[..., Any], *args: Any) -> FlatJaxpr:
-    return flatten(jax.jit(fn).trace(*args).jaxpr)
+from jturnip.frontend.values import FlatJaxpr
 
 
 def count(flat: FlatJaxpr, name: str) -> int:
     return Counter(e.name for e in flat.equations)[name]
-
-
-def evaluated(flat: FlatJaxpr, *args: Any) -> list[Any]:
-    values: dict[int, Any] = dict(zip(flat.inputs, args, strict=True))
-    values.update(flat.constants)
-    for e in flat.equations:
-        read = [v.value if isinstance(v, Constant) else values[v] for v in e.inputs]
-        values.update(zip(e.outputs, e.bind(read), strict=True))
-    return [values[v] for v in flat.result_values]
 
 
 def some(*shape: int, seed: int = 0) -> Any:

@@ -9,23 +9,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flat import flat_of
 
 import jturnip
 from jturnip.errors import DoesNotFit
 from jturnip.frontend import blocks, effort
 from jturnip.frontend.blocks import Ways
 from jturnip.frontend.effort import Effort
-from jturnip.frontend.flatten import flatten
 from jturnip.frontend.partition import Group, Partitioner
 from jturnip.frontend.values import FlatJaxpr
 from jturnip.placement import Budget
 from jturnip.programs import make, splitting
 from jturnip.programs.devices import rates
 from jturnip.programs.needs import Needs
-
-
-def flat_of(fn: Any, *args: Any) -> FlatJaxpr:
-    return flatten(jax.jit(fn).trace(*args).jaxpr)
 
 
 def partitioner_of(flat: FlatJaxpr, staying: Sequence[int] = ()) -> Partitioner:

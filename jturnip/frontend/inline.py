@@ -1,7 +1,8 @@
 """The first pass: a traced function as numbered values and one list of equations.
 
 Calls are inlined, what JAX itself writes with other operations (`searchsorted`) is written
-with these, and of what depends on the platform there is what is for the one at hand. What
+with these, and of what depends on the platform there is what is for the one at hand.
+Indices that only count rows become dimension numbers that say so (`counting.py`). What
 only moves values between memories is taken out, since what lies where is the plan's matter
 (`hints.py`). All that touches a mutable reference becomes one equation (`refs.py`). What is
 no function of arrays on one device is refused here, with the user's line.
@@ -17,6 +18,7 @@ from jturnip import compat
 from jturnip.errors import UnsupportedError
 from jturnip.frontend import hints, refs, stacks
 from jturnip.frontend.builder import Builder
+from jturnip.frontend.counting import Counts
 from jturnip.frontend.values import Atom, Constant, FlatJaxpr, Type, called, source_line
 
 
@@ -85,23 +87,23 @@ class _Inliner:
     def __init__(self, platform: str) -> None:
         self.builder = Builder()
         self._platform = platform
+        self._counts = Counts()
 
     def call(
         self, closed: Any, arguments: Sequence[Atom], calls: tuple[Any, ...] = ()
     ) -> list[Atom]:
         """Inlines a call; returns its results."""
         jaxpr, consts = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
-        builder = self.builder
         scope: dict[Any, Atom] = {}
         for var, const in zip(jaxpr.constvars, consts, strict=True):
-            scope[var] = builder.closed_over(const, Type.of(var.aval))
+            scope[var] = self._closed_over(const, Type.of(var.aval))
         scope.update(zip(jaxpr.invars, arguments, strict=True))
 
         def read(atom: Any) -> Atom:
             if not hasattr(atom, "val"):
                 return scope[atom]
             t = Type.of(atom.aval)
-            return builder.closed_over(atom.val, t) if t.shape else Constant(atom.val, t)
+            return self._closed_over(atom.val, t) if t.shape else Constant(atom.val, t)
 
         for eqn in refs.draw_together(jaxpr):
             operands = [read(v) for v in eqn.invars]
@@ -111,6 +113,11 @@ class _Inliner:
                 results = self._apply(eqn, operands, calls)
             scope.update(zip(eqn.outvars, results, strict=True))
         return list(map(read, jaxpr.outvars))
+
+    def _closed_over(self, array: Any, t: Type) -> Atom:
+        value = self.builder.closed_over(array, t)
+        self._counts.see_constant(value, array)
+        return value
 
     def _apply(
         self, eqn: Any, operands: Sequence[Atom], calls: tuple[Any, ...]
@@ -129,7 +136,12 @@ class _Inliner:
             return self.call(chosen, operands[1:], (*calls, eqn))
         if hints.is_move(eqn):
             return operands
-        return self.builder.emit(eqn, operands, calls)
+        counting = self._counts.written_otherwise(eqn, operands)
+        if counting is not None:
+            return self.call(counting, operands, (*calls, eqn))
+        results = self.builder.emit(eqn, operands, calls)
+        self._counts.see(eqn, operands, results)
+        return results
 
     def _chosen(self, eqn: Any) -> Any:
         """The branch for this platform, of `jax.lax.platform_dependent`."""

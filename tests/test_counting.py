@@ -48,6 +48,7 @@ FUNCTIONS: dict[str, tuple[Callable[[Any, Any], Any], bool]] = {
     "often added": (lambda x, at: x.at[rows()[:, None], at[None]].add(1.5), True),
     "fewer rows": (lambda x, at: x[jnp.arange(ROWS - 1), at[1:]], False),
     "later rows": (lambda x, at: x[rows() + 1, at], False),
+    "squeezed": (lambda x, at: x[rows()[:, None].squeeze(1), at], True),
     "rows from the end": (lambda x, at: x[-1 - rows(), at], False),
     "of both, the same": (lambda x, at: x[at, at % COLUMNS], False),
     "no column but one": (lambda x, at: x[rows()] + at[:, None, None], False),

@@ -251,35 +251,53 @@ def test_a_search_that_takes_too_long_ends_with_a_budget_that_works(
     np.testing.assert_array_equal(again(few, few), expected)
 
 
-def running(x: Any) -> Any:
-    """Sums over a long scan, all pairs in a row of each, and the large results of both."""
-    _, sums = jax.lax.scan(lambda a, v: (jnp.tanh(a + v),) * 2, x[0], x)
-    pairs = jax.nn.softmax((sums[:, :, None] + x[:, None]).reshape(len(x), -1))
-    return sums, pairs.sum(0)
+def smoothed(transitions: Any, likelihood: Any) -> Any:
+    """States of a hidden Markov model: two scans, and all pairs of states in each step."""
+
+    def forward(a: Any, l: Any) -> Any:
+        a = jax.nn.logsumexp(a[:, None] + transitions, 0) + l
+        return a, a
+
+    def backward(b: Any, l: Any) -> Any:
+        b = jax.nn.logsumexp(transitions + (l + b)[None], 1)
+        return b, b
+
+    first, rest = likelihood[:1], likelihood[1:]
+    _, alpha = jax.lax.scan(forward, first[0], rest)
+    _, beta = jax.lax.scan(backward, jnp.zeros_like(first[0]), rest, reverse=True)
+    alpha = jnp.concatenate([first, alpha])
+    beta = jnp.concatenate([beta, jnp.zeros_like(first)])
+    pairs = alpha[:-1, :, None] + transitions + (rest + beta[1:])[:, None]
+    pairs = jax.nn.softmax(pairs.reshape(len(rest), -1)).reshape(pairs.shape)
+    return jax.nn.softmax(alpha + beta), pairs.sum(0)
 
 
 def test_what_was_found_is_the_first_that_is_tried_with_other_results_on_the_host(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    x = np.linspace(-1, 1, 2048 * 16, dtype=np.float32).reshape(2048, 16)
+    random = np.random.default_rng(0)
+    states = np.log(random.dirichlet(np.ones(24), 24)).astype(np.float32)
+    likelihood = random.normal(size=(1200, 24)).astype(np.float32)
     searches: list[FlatJaxpr] = []
-    made: list[frozenset[int]] = []
-    cut_along_axes, straight = make.cut_along_axes, make._straight
+    asked: list[tuple[FlatJaxpr, int]] = []
+    search, cut = make.cut_along_axes, make._cut_along_axes
 
     def searched(flat: FlatJaxpr, *args: Any) -> Any:
         searches.append(flat)
-        return cut_along_axes(flat, *args)
+        return search(flat, *args)
 
-    def counted(flat: Any, arguments: Any, budget: Any, how: Any, to_host: Any) -> Any:
-        found = straight(flat, arguments, budget, how, to_host)
-        made.append(frozenset(to_host))
-        return found
+    def cut_so(flat: Any, arguments: Any, budget: Any, how: Any, to_host: Any) -> Any:
+        asked.append((flat, len(to_host)))
+        return cut(flat, arguments, budget, how, to_host)
 
     monkeypatch.setattr(make, "cut_along_axes", searched)
-    monkeypatch.setattr(make, "_straight", counted)
-    run = jturnip.jit(running, gpu_bytes=jturnip.peak_bytes(running, x) // 4)
-    result = run(x)
-    assert len(set(made)) > 1  # with no result there, and with some
-    assert len(searches) == len(set(map(id, searches)))
-    for mine, expected in zip(result, jax.jit(running)(x), strict=True):
-        np.testing.assert_allclose(mine, expected, rtol=1e-5)
+    monkeypatch.setattr(make, "_cut_along_axes", cut_so)
+    peak = jturnip.peak_bytes(smoothed, states, likelihood)
+    expected = jax.jit(smoothed)(states, likelihood)
+    for share in (3, 4, 5):
+        result = jturnip.jit(smoothed, gpu_bytes=peak // share)(states, likelihood)
+        for mine, theirs in zip(result, expected, strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-6)
+    # Some function was to be cut again, with more of its results on the host.
+    assert len({id(flat) for flat, _ in asked}) < len(asked)
+    assert len({id(flat) for flat in searches}) == len(searches)

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
-from jturnip.frontend.loops import LOOPS, loop_counts, scanned
+from jturnip.frontend.loops import LOOPS, loop_counts, with_body
 from jturnip.frontend.rules import SCATTERS
 from jturnip.frontend.values import Atom, Constant, Type, bind, is_key
 
@@ -52,7 +52,8 @@ class Counts:
         self._looked_at.add(value)
         if is_key(array.dtype) or array.size > _MOST_ELEMENTS or not _is_at_hand(array):
             return
-        known = np.asarray(array)
+        with jax.transfer_guard("allow"):
+            known = np.asarray(array)
         kind = known.dtype.kind
         if kind not in "iub":
             return
@@ -123,10 +124,14 @@ class Counts:
             self._keep(eqn, d, eqn.params["broadcast_dimensions"][d], result)
 
     def _reshape(self, eqn: Any, operands: Sequence[Atom], result: int) -> None:
+        if eqn.primitive.name == "reshape" and eqn.params["dimensions"] is not None:
+            return
         d = self._of(operands[0])
         before, after = (v.aval.shape for v in (eqn.invars[0], eqn.outvars[0]))
         long = [[k for k, n in enumerate(s) if n > 1] for s in (before, after)]
-        if d is None or d not in long[0] or eqn.params.get("dimensions") is not None:
+        if d not in long[0] or (
+            eqn.primitive.name == "reshape" and eqn.params["dimensions"]
+        ):
             return
         if [before[k] for k in long[0]] == [after[k] for k in long[1]]:
             self._keep(eqn, d, long[1][long[0].index(d)], result)
@@ -139,7 +144,7 @@ class Counts:
     def _convert(self, eqn: Any, operands: Sequence[Atom], result: int) -> None:
         d = self._of(operands[0])
         if d is not None and _counts_in(Type.of(eqn.outvars[0].aval), d):
-            self._keep(eqn, d, d, result)
+            self.along[result] = d
 
     def _compare(self, eqn: Any, operands: Sequence[Atom], result: int) -> None:
         """Whether an index is negative, as numpy allows."""
@@ -151,7 +156,7 @@ class Counts:
     def _select(self, eqn: Any, operands: Sequence[Atom], result: int) -> None:
         d = self._of(operands[1])
         if operands[0] in self.false and d is not None:
-            self._keep(eqn, d, d, result)
+            self.along[result] = d
 
     def _concatenate(self, eqn: Any, operands: Sequence[Atom], result: int) -> None:
         last = len(eqn.outvars[0].aval.shape) - 1
@@ -160,8 +165,8 @@ class Counts:
         columns: list[int | None] = []
         for operand, v in zip(operands, eqn.invars, strict=True):
             d = self._of(operand)
-            each = (None if d == last else d,) * v.aval.shape[last]
-            columns += self.columns.get(operand, each) if isinstance(operand, int) else each
+            known = self.columns.get(operand) if isinstance(operand, int) else None
+            columns += known or [None if d == last else d] * v.aval.shape[last]
         if any(d is not None for d in columns):
             self.columns[result] = tuple(columns)
 
@@ -169,11 +174,10 @@ class Counts:
         return self.along.get(operand) if isinstance(operand, int) else None
 
     def _keep(self, eqn: Any, before: int, after: int, result: int) -> None:
-        """Positions are the same along another dimension, if that is as long."""
-        if (
-            eqn.invars[-1 if eqn.primitive.name == "select_n" else 0].aval.shape[before]
-            == (eqn.outvars[0].aval.shape[after])
-        ):
+        """Positions along a dimension of the operand are those along one of the result, if
+        that is as long."""
+        operand, written = (v.aval.shape for v in (eqn.invars[0], eqn.outvars[0]))
+        if operand[before] == written[after]:
             self.along[result] = after
 
 
@@ -211,33 +215,23 @@ def _counting(eqn: Any, count: int, made: Mapping[int, int]) -> Any:
         """What is done in an iteration, of the constants that are kept."""
         here = [i for i in consts if i not in made]
 
-        def function(*given: Any) -> Any:
-            values = dict(zip(here, given, strict=False))
+        def function(*operands: Any) -> Any:
+            values = dict(zip(here, operands, strict=False))
             values.update(
                 (i, lax.broadcasted_iota(types[i].dtype, types[i].shape, made[i]))
                 for i in consts
                 if i in made
             )
             own = [values[i] for i in consts]
-            return jaxpr_as_fun(closed)(*own, *given[len(here) :])
+            return jaxpr_as_fun(closed)(*own, *operands[len(here) :])
 
         rest = [Type.of(t).struct() for t in closed.in_avals[len(consts) :]]
         return jax.make_jaxpr(function)(*(types[i].struct() for i in here), *rest)
 
+    given = lambda operands: (*(operands[i] for i in kept), *operands[count:])
     if eqn.primitive.name == "scan":
-        body = with_made(eqn.params["jaxpr"], range(count))
-        carry = loop_counts(eqn)[1]
-
-        def loop(*operands: Any) -> Any:
-            consts = [operands[i] for i in kept]
-
-            def step(carried: Any, xs: Any) -> Any:
-                results = jaxpr_as_fun(body)(*consts, *carried, *xs)
-                return tuple(results[:carry]), tuple(results[carry:])
-
-            rest = operands[count:]
-            return scanned(eqn, step, rest[:carry], rest[carry:])
-
+        scan = with_body(eqn, with_made(eqn.params["jaxpr"], range(count)), len(kept))
+        loop = lambda *operands: scan(*given(operands))
     else:
         first = eqn.params["cond_nconsts"]
         asked, read = range(first), range(first, count)
@@ -247,11 +241,7 @@ def _counting(eqn: Any, count: int, made: Mapping[int, int]) -> Any:
             "body_jaxpr": with_made(eqn.params["body_jaxpr"], read),
             "body_nconsts": sum(i in read for i in kept),
         }
-
-        def loop(*operands: Any) -> Any:
-            given = *(operands[i] for i in kept), *operands[count:]
-            return bind(eqn, given, **changed)
-
+        loop = lambda *operands: bind(eqn, given(operands), **changed)
     return jax.make_jaxpr(loop)(*(t.struct() for t in types))
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jax import lax
-from jax.extend.core import Var
+from jax.extend.core import Var, jaxpr_as_fun
 
 from jturnip.frontend import costs
 from jturnip.frontend.costs import DeviceRates
@@ -118,6 +118,23 @@ def scanned(
             unroll=params["unroll"],
         )
     return *carried, *stacked
+
+
+def with_body(eqn: Any, body: Any, consts: int) -> Callable[..., Sequence[Any]]:
+    """A scan with another body, that reads so many constants: as a function of these, what
+    is carried and what is scanned."""
+    carry = scan_counts(eqn)[1]
+
+    def function(*operands: Any) -> Sequence[Any]:
+        first, carried = operands[:consts], operands[consts : consts + carry]
+
+        def step(carried: Any, xs: Any) -> Any:
+            results = jaxpr_as_fun(body)(*first, *carried, *xs)
+            return tuple(results[:carry]), tuple(results[carry:])
+
+        return scanned(eqn, step, carried, operands[consts + carry :])
+
+    return function
 
 
 def find_cuts(

@@ -14,7 +14,7 @@ import jax
 from jax.extend.core import jaxpr_as_fun
 
 from jturnip.frontend.anew import Large, making
-from jturnip.frontend.loops import LOOPS, loop_counts, scan_counts, scanned
+from jturnip.frontend.loops import LOOPS, loop_counts, scan_counts, with_body
 from jturnip.frontend.results import live
 from jturnip.frontend.values import (
     Atom,
@@ -83,7 +83,7 @@ def _made_inside(
         consts = scan_counts(e.origin)[0]
         body, given = _with_made(params["jaxpr"], e.inputs[:consts], flat, made)
         given = (*given, *e.inputs[consts:])
-        function = _scan(e, body, len(given) - len(e.inputs) + consts)
+        function = with_body(e.origin, body, len(given) - len(e.inputs) + consts)
     else:
         first, second = params["cond_nconsts"], params["body_nconsts"]
         cond, of_cond = _with_made(params["cond_jaxpr"], e.inputs[:first], flat, made)
@@ -109,21 +109,6 @@ def _made_inside(
         for v in origin.invars
     )
     return dataclasses.replace(e, origin=origin, inputs=inputs, calls=e.within, ours=True)
-
-
-def _scan(e: Equation, body: Any, consts: int) -> Any:
-    carry = scan_counts(e.origin)[1]
-
-    def function(*operands: Any) -> Any:
-        first, carried = operands[:consts], operands[consts : consts + carry]
-
-        def step(carried: Any, xs: Any) -> Any:
-            results = jaxpr_as_fun(body)(*first, *carried, *xs)
-            return tuple(results[:carry]), tuple(results[carry:])
-
-        return scanned(e.origin, step, carried, operands[consts + carry :])
-
-    return function
 
 
 def _with_made(

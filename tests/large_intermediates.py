@@ -757,7 +757,7 @@ def main() -> str | None:
             more, its_peak = grown(case)
             found = timed(case, more, its_peak // _TIMED)
             times.append(found)
-            took = f"{found.ratio:.2f} of {1e3 * found.seconds:.2g} ms"
+            took = f"{found.ratio:.2f} of {1e3 * found.seconds:.0f} ms"
             first = f"{found.first:.1f} s"
             if not found.ends_fit:
                 took += f"; {found.over_limit:.2f} of the limit"

@@ -50,13 +50,13 @@ class Counts:
         if not isinstance(value, int) or value in self._looked_at:
             return
         self._looked_at.add(value)
-        if is_key(array.dtype) or array.size > _MOST_ELEMENTS or not _is_at_hand(array):
+        kind = "" if is_key(array.dtype) else np.dtype(array.dtype).kind
+        if not kind or kind not in "iub":
+            return
+        if array.size > _MOST_ELEMENTS or not _is_at_hand(array):
             return
         with jax.transfer_guard("allow"):
             known = np.asarray(array)
-        kind = known.dtype.kind
-        if kind not in "iub":
-            return
         if kind == "b" and not known.any():
             self.false.add(value)
         for d, n in enumerate(known.shape if kind != "b" else ()):
@@ -129,9 +129,7 @@ class Counts:
         d = self._of(operands[0])
         before, after = (v.aval.shape for v in (eqn.invars[0], eqn.outvars[0]))
         long = [[k for k, n in enumerate(s) if n > 1] for s in (before, after)]
-        if d not in long[0] or (
-            eqn.primitive.name == "reshape" and eqn.params["dimensions"]
-        ):
+        if d not in long[0]:
             return
         if [before[k] for k in long[0]] == [after[k] for k in long[1]]:
             self._keep(eqn, d, long[1][long[0].index(d)], result)

@@ -8,6 +8,7 @@ import jax
 
 from jturnip.compiler import executables
 from jturnip.graph.taskgraph import TaskGraph
+from jturnip.programs import calibration
 from jturnip.programs.planning import in_program_order
 from jturnip.programs.records import Straight
 from jturnip.stages import Compiled, Lowered
@@ -131,3 +132,8 @@ def forget_everything() -> None:
     """Empties the caches of jax and of jturnip, so that the next call compiles."""
     executables.clear_cache()
     jax.clear_caches()
+
+
+def forget_link() -> None:
+    """Has the link to each device measured again when it is next asked for."""
+    calibration._links.clear()

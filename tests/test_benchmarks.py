@@ -115,8 +115,9 @@ def test_layers():
     def model_of(count: int) -> llama.LlamaConfig:
         return dataclasses.replace(TINIEST, layers=count)
 
-    distinct, first = layers.layers(model_of, 1, 2, 1, plain_step).figures
-    assert distinct.target == first.target == 1.0
+    distinct, first, later = layers.layers(model_of, 1, 2, 1, plain_step).figures
+    assert distinct.target == first.target == later.target == 1.0
+    assert later.samples
 
 
 @pytest.mark.parametrize("name", ["link", "sync_rule", "completion", "aliasing"])

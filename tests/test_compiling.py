@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -23,7 +24,7 @@ from checks import Holdings, assert_same, layers, tower, unconstrained_peak
 
 import jturnip
 from jturnip import compat
-from jturnip.compiler import executables, origin, progress
+from jturnip.compiler import executables, origin, profiles, progress
 from jturnip.compiler.origin import Origin
 from jturnip.compiler.report import CompileReport
 from jturnip.frontend.partition import Partitioner
@@ -126,6 +127,12 @@ PROGRAM = """
 import dataclasses, json
 import jax, jax.numpy as jnp, numpy as np
 import jturnip
+from jturnip.compiler import trials
+from jturnip.programs import calibration
+
+tried = []
+make_operands = trials._Trial.make_operands
+trials._Trial.make_operands = lambda *given: (tried.append(given), make_operands(*given))
 
 def fn(x, weights):
     noise = jax.random.normal(jax.random.key(0), x.shape)
@@ -133,13 +140,17 @@ def fn(x, weights):
         x = jnp.roll(jnp.where(x > 0, x, noise) @ weight, number + 1, axis=0)
     return jax.lax.scan(lambda c, row: (c + row, c.sum()), x[0], x)
 
-x, weights = np.ones((128, 128), np.float32), [np.eye(128, dtype=np.float32)] * 8
-for strategy, gpu_bytes in ("turnip", 600_000), ("whole", 2**30):
+x, weights = np.ones((256, 256), np.float32), [np.eye(256, dtype=np.float32)] * 8
+for strategy, gpu_bytes in ("turnip", 2_000_000), ("whole", 2**30):
     compiled = jturnip.jit(fn, gpu_bytes, strategy=strategy).lower(x, weights).compile()
     values = [float(leaf.sum()) for leaf in jax.tree.leaves(compiled(x, weights))]
-    workspaces = [task.workspace for task in compiled.plan.taskgraph.tasks]
+    tasks = compiled.plan.taskgraph.tasks
+    workspaces = [task.workspace for task in tasks]
+    times = [[task.seconds, task.dispatch_seconds] for task in tasks]
+    link = calibration.measured_link(jax.devices()[0])
+    measured = [len(tried), times, dataclasses.asdict(link)]
     report = dataclasses.asdict(compiled.compile_report)
-    print(json.dumps([report, values, workspaces]))
+    print(json.dumps([report, measured, values, workspaces]))
 """
 
 
@@ -155,7 +166,7 @@ def in_a_process(program: str, **environment: str) -> list[Any]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def test_a_second_process_compiles_nothing(tmp_path: Path):
+def test_a_second_process_compiles_and_measures_nothing(tmp_path: Path):
     environment = {
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -163,12 +174,44 @@ def test_a_second_process_compiles_nothing(tmp_path: Path):
     first = in_a_process(PROGRAM, PYTHONHASHSEED="1", **environment)
     # The same program, all its lines moved.
     again = in_a_process("\n\n" + PROGRAM, PYTHONHASHSEED="2", **environment)
-    for (before, values, workspaces), (after, *found) in zip(first, again, strict=True):
+    for (before, measured, *same), (after, known, *found) in zip(first, again, strict=True):
         assert before["compiled"] >= before["distinct"] > 0
         assert (after["compiled"], after["cached"]) == (0, before["compiled"])
-        assert found == [values, workspaces]
-    assert first[0][0]["distinct"] > 8
-    assert first[1][0]["distinct"] == 1
+        assert found == same
+        assert (known[0], known[2]) == (0, measured[2])
+    (split, measured, *_), (whole, *_) = first
+    assert split["distinct"] > 8
+    assert whole["distinct"] == 1
+    assert measured[0] > 8
+    # Every task's time, as it was measured; the whole is not measured.
+    assert again[0][1][1] == measured[1]
+
+
+def test_profiles_are_kept_where_the_user_keeps_a_cache_and_only_there(tmp_path: Path):
+    name = profiles.key(None, "a task")
+    set_to = lambda value: jax.config.update("jax_compilation_cache_dir", value)
+    usual = jax.config.jax_compilation_cache_dir
+    try:
+        for nowhere in (None, "", "gs://bucket/cache"):
+            set_to(nowhere)
+            assert profiles.directory() is None
+            profiles.write(name, {"seconds": 1.0})
+            assert profiles.read(name, ["seconds"]) is None
+        set_to(str(tmp_path))
+        assert profiles.read(name, ["seconds"]) is None
+        profiles.write(name, {"seconds": 1.0, "more": 2.0})
+        assert profiles.read(name, ["more", "seconds"]) == (2.0, 1.0)
+        assert profiles.read(name, ["another"]) is None
+        assert profiles.read(profiles.key(None, "another task"), ["seconds"]) is None
+        (file,) = (tmp_path / "jturnip").iterdir()  # and no temporary one is left
+        file.write_text('{"seconds": 1.')
+        assert profiles.read(name, ["seconds"]) is None
+        shutil.rmtree(tmp_path)
+        tmp_path.write_text("a file where the cache was")
+        profiles.write(name, {"seconds": 1.0})
+        assert profiles.read(name, ["seconds"]) is None
+    finally:
+        set_to(usual)
 
 
 def test_the_tasks_of_a_function_share_the_limit_below_which_nothing_is_stored(

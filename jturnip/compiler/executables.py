@@ -25,10 +25,11 @@ import numpy as np
 
 from jturnip import compat
 from jturnip.compat import Device
+from jturnip.compiler import profiles
 from jturnip.compiler.origin import Origin, compile_lowered
 from jturnip.compiler.progress import progress_bar
 from jturnip.compiler.report import CompileReport
-from jturnip.compiler.trials import may_be_tried
+from jturnip.compiler.trials import known_times, may_be_tried
 from jturnip.frontend import costs
 from jturnip.frontend.hints import calls_out
 from jturnip.frontend.keys import constant_key, context_key, params_key, type_key
@@ -56,6 +57,8 @@ class Executable:
     may_be_tried: bool
     # (result, argument), by position: the one is written over the other, which is used up.
     overwrites: tuple[tuple[int, int], ...] = ()
+    # Under what name its times are kept for other processes; none where they are not.
+    profile: str = ""
     # Time of one call as measured, or None; and of it, until the call returns.
     seconds: float | None = field(default=None)
     dispatch_seconds: float = field(default=0.0)
@@ -239,7 +242,9 @@ def _compile_in_parallel(tasks: Sequence[_Work], how: How) -> tuple[list[Executa
         try:
             for task in tasks:
                 jitted, lowered = _lower(task, how)
-                futures.append(pool.submit(_compile, task, jitted, lowered, stored_from))
+                futures.append(
+                    pool.submit(_compile, task, how, jitted, lowered, stored_from)
+                )
                 futures[-1].add_done_callback(done.append)
                 show(len(done))
             for future in futures:
@@ -360,6 +365,7 @@ def _marked(
 
 def _compile(
     task: _Work,
+    how: How,
     jitted: Any,
     lowered: Any,
     stored_from: float,
@@ -370,6 +376,12 @@ def _compile(
         error.add_note(f"This was said of {_described(task)}, a part of the function.")
         raise
     flat, group = task.flat, task.group
+    may_try = may_be_tried(
+        [flat.equations[e].origin for e in group.equations],
+        [flat.types[v].dtype for v in group.inputs],
+    )
+    profile = _profile(lowered, how) if may_try else ""
+    seconds, dispatch_seconds = known_times(profile) or (None, 0.0)
     sizes, cost = compiled.memory_analysis(), compiled.cost_analysis() or {}
     packed = any(is_packed(flat.types[v].dtype) for v in group.inputs)
     executable = Executable(
@@ -385,13 +397,21 @@ def _compile(
             *(flat.types[v].struct() for v in group.inputs),
             *(t.struct() for t in task.types),
         ),
-        may_be_tried=may_be_tried(
-            [flat.equations[e].origin for e in group.equations],
-            [flat.types[v].dtype for v in group.inputs],
-        ),
+        may_be_tried=may_try,
         overwrites=group.overwrites,
+        profile=profile,
+        seconds=seconds,
+        dispatch_seconds=dispatch_seconds,
     )
     return executable, origin
+
+
+def _profile(lowered: Any, how: How) -> str:
+    """The name of what is measured of it; none where nothing is kept."""
+    if profiles.directory() is None:
+        return ""
+    options = repr(how.options), os.environ.get("XLA_FLAGS", "")
+    return profiles.key(how.device, "executable", lowered.as_text(), *options)
 
 
 def _settling(jitted: Any) -> Callable[..., Sequence[jax.Array]]:

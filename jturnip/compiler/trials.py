@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from jturnip import memory
+from jturnip.compiler import profiles
 from jturnip.compiler.nans import unheard
 from jturnip.frontend.hints import CALLS_OUT, nested
 from jturnip.frontend.values import is_key, is_packed
@@ -34,6 +35,8 @@ _TURNS = 5
 _TRIAL_SECONDS = 0.1
 # Operands of so many bytes are made before the first of the tasks that read them is called.
 _TOGETHER_BYTES = 128 << 20
+# What is kept of an executable for other processes.
+_TIMES = ("seconds", "dispatch_seconds")
 
 
 class Trials:
@@ -109,8 +112,19 @@ def try_out(
                     trial.call(clock)
     for trial in tried:
         seconds, dispatched = trial.seconds, trial.dispatch_seconds
-        trial.executable.seconds = statistics.median(seconds[1:] or seconds)
-        trial.executable.dispatch_seconds = statistics.median(dispatched[1:] or dispatched)
+        executable = trial.executable
+        executable.seconds = statistics.median(seconds[1:] or seconds)
+        executable.dispatch_seconds = statistics.median(dispatched[1:] or dispatched)
+        if executable.profile:
+            times = (executable.seconds, executable.dispatch_seconds)
+            profiles.write(executable.profile, dict(zip(_TIMES, times, strict=True)))
+
+
+def known_times(profile: str) -> tuple[float, float] | None:
+    """Seconds of a call, and until it returns, as an earlier process has measured them
+    (`profiles.py`)."""
+    found = profiles.read(profile, _TIMES) if profile else None
+    return None if found is None else (found[0], found[1])
 
 
 def _batches(

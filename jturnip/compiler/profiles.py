@@ -11,6 +11,7 @@ without.
 import contextlib
 import functools
 import hashlib
+import importlib.metadata
 import json
 import os
 import pathlib
@@ -20,7 +21,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jaxlib
 
 from jturnip.compat import Device
 
@@ -31,7 +31,7 @@ _FOLDER = "jturnip"
 
 
 def directory() -> pathlib.Path | None:
-    """Where profiles are kept; None where the user keeps no cache, or keeps it elsewhere."""
+    """Where profiles are kept; None where the user keeps no cache, or not on a disk."""
     config: Any = jax.config
     name = config.jax_compilation_cache_dir
     if not name or not config.jax_enable_compilation_cache or "://" in str(name):
@@ -46,14 +46,14 @@ def key(device: Device | None, *parts: str) -> str:
       device: where it is measured; None for JAX's first device.
       parts: what else it depends on.
     """
-    device = device or jax.devices()[0]
+    where: Any = device or jax.devices()[0]
     about = (
         str(_FORMAT),
-        f"jax {jax.__version__}, jaxlib {jaxlib.__version__}",
-        device.platform,
-        device.device_kind,
-        device.client.platform_version,
-        *(_processor() if device.platform == "cpu" else ()),
+        *_versions(),
+        where.platform,
+        where.device_kind,
+        where.client.platform_version,
+        *(_processor() if where.platform == "cpu" else ()),
     )
     return hashlib.sha256("\0".join((*about, *parts)).encode()).hexdigest()
 
@@ -85,6 +85,11 @@ def write(name: str, numbers: Mapping[str, float]) -> None:
         except OSError:
             pathlib.Path(written).unlink(missing_ok=True)
             raise
+
+
+@functools.cache
+def _versions() -> Sequence[str]:
+    return tuple(importlib.metadata.version(name) for name in ("jax", "jaxlib"))
 
 
 @functools.cache

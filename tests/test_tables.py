@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checks import assert_same, memory_kinds
+from flat import flat_of
 from hypothesis import given, settings, strategies as st
 
 import jturnip
@@ -225,6 +226,18 @@ def test_what_rows_and_zeros_become(fn, scale):
     expected = jax.jit(fn)(*arguments)
     result = jturnip.jit(fn, BUDGET)(*jturnip.host(arguments))
     assert_same(result, expected)
+
+
+@pytest.mark.parametrize(("rows", "by_host"), [(ROWS // 2, True), (2 * ROWS, False)])
+def test_what_gets_more_rows_than_it_has_is_added_whole(rows: int, by_host: bool):
+    def gradient_step(table: Any, indices: Any) -> Any:
+        return table - jnp.zeros_like(table).at[indices].add(jnp.ones((rows, WIDTH)))
+
+    flat = flat_of(gradient_step, table(), np.zeros(rows, np.int32))
+    driven = [
+        e.name for e in tables.rows_by_host(flat, flat.inputs[:1]).equations if e.driven
+    ]
+    assert driven == (["scatter-add"] if by_host else [])
 
 
 @pytest.mark.parametrize("donated", [(), (0,)])

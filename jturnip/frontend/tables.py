@@ -199,9 +199,13 @@ class _Tables:
             self._sparse[result] = self._scaled(e, of)
         elif e.name in HOST_WRITES and _is_one(first, self._zeros) and adds_rows(e.origin):
             _, indices, updates = e.inputs
-            if isinstance(updates, int):
-                (result,) = e.outputs
-                t = self._flat.types[result]
+            (result,) = e.outputs
+            t = self._flat.types[result]
+            # More rows than that are as quickly moved as all of the table.
+            if (
+                isinstance(updates, int)
+                and 2 * self._flat.types[updates].nbytes <= t.nbytes
+            ):
                 self._sparse[result] = _Sparse(e, t, indices, updates)
 
     def _negative(self, value: int, calls: tuple[Any, ...]) -> int:
@@ -277,7 +281,7 @@ def takes_rows(eqn: Any) -> bool:
 
 
 def adds_rows(eqn: Any) -> bool:
-    """Whether a `scatter-add` adds whole rows, and to fewer than there are."""
+    """Whether a `scatter-add` adds whole rows."""
     table, _, updates = (v.aval for v in eqn.invars)
     numbers = eqn.params["dimension_numbers"]
     rows = len(updates.shape) - len(table.shape) + 1

@@ -60,27 +60,30 @@ class DerivedRunner:
         turn.gave_out(results[i] for i in part.residuals)
         return results
 
-    def refusal(self, leaves: Sequence[Any], beside_bytes: int) -> DoesNotFit | None:
-        """The refusal of a call, if it is; takes structs, and runs nothing.
+    def seconds(self, leaves: Sequence[Any], beside_bytes: int) -> float | None:
+        """What a call is thought to take: nothing as one executable; None if it is refused.
+        Compiles its tasks, and runs none.
 
         Args:
           leaves: `jax.ShapeDtypeStruct`s of the arguments, with where they lie.
           beside_bytes: what other parts have on the device meanwhile.
         """
         call = self._statics.call(tuple(leaves), {})
-        options = self._beside(beside_bytes, 0)
+        options = self._beside(beside_bytes, 0, is_asked=True)
         try:
             lowered = Traced(self._jitted, self._statics, call, options, self._turn).lower()
-        except DoesNotFit as error:
-            return error.with_traceback(None)
+        except DoesNotFit:
+            return None
         self._ahead.append(lowered)
-        return lowered.refusal
+        return lowered.seconds_asked
 
     def _new_dispatch(self, beside_bytes: int, residual_bytes: int) -> Dispatch:
         own = self._beside(beside_bytes, residual_bytes)
         return Dispatch(self._jitted, self._statics, own, self._turn, self._history)
 
-    def _beside(self, beside_bytes: int, residual_bytes: int) -> Options:
+    def _beside(
+        self, beside_bytes: int, residual_bytes: int, is_asked: bool = False
+    ) -> Options:
         """The function's options for what is left of the budget."""
         budget = self._options.gpu_bytes
         return dataclasses.replace(
@@ -89,7 +92,10 @@ class DerivedRunner:
             in_shardings=None,
             out_shardings=None,
             part=dataclasses.replace(
-                self._part, residual_bytes=residual_bytes, beside_bytes=beside_bytes
+                self._part,
+                residual_bytes=residual_bytes,
+                beside_bytes=beside_bytes,
+                is_asked=is_asked,
             ),
         )
 

@@ -23,7 +23,6 @@ from jax.core import Tracer
 from jax.interpreters import ad, batching, mlir
 
 from jturnip import compat, memory
-from jturnip.errors import DoesNotFit
 from jturnip.frontend import refs
 from jturnip.frontend.flatten import flatten
 from jturnip.placement import is_on_host
@@ -45,8 +44,8 @@ class Runner(Protocol):
         """Calls it."""
         ...
 
-    def refusal(self, leaves: Sequence[Any], beside_bytes: int) -> DoesNotFit | None:
-        """The refusal of a call with such arguments, if it is; runs nothing."""
+    def seconds(self, leaves: Sequence[Any], beside_bytes: int) -> float | None:
+        """What a call with such arguments is thought to take; None if it is refused."""
         ...
 
 
@@ -147,10 +146,10 @@ class Later:
     moving: tuple[bool, ...]
     moves: tuple[bool, ...]
 
-    def refusal(
+    def seconds(
         self, arguments: Sequence[Any], results: Sequence[Any], beside_bytes: int
-    ) -> DoesNotFit | None:
-        """The refusal of its call, if it is.
+    ) -> float | None:
+        """What its call is thought to take: nothing as one executable; None if refused.
 
         Args:
           arguments, results: `jax.ShapeDtypeStruct`s of those of the forward part, with
@@ -160,7 +159,7 @@ class Later:
         known = [(arguments if given else results)[i] for given, i in self.residuals]
         cotangents = _only(results[: len(self.moves)], self.moves)
         runner = self._function(_only(arguments, self.moving)).runner
-        return runner.refusal([*known, *cotangents], beside_bytes)
+        return runner.seconds([*known, *cotangents], beside_bytes)
 
     def most_bytes(self, arguments: Sequence[Any]) -> int:
         """The most bytes of its values at once, where none is written over."""

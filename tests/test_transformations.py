@@ -24,6 +24,7 @@ from jax.experimental import checkify
 from watch import Watch
 
 import jturnip
+from jturnip.transformations import Later
 
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -212,6 +213,36 @@ def test_residuals_wait_in_host_memory_where_they_leave_no_room(weights: Any):
     expected = jax.grad(jax.jit(loss))(stock(weights), x)
     for a, b in zip(found, expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_residuals_stay_as_far_as_there_is_room(weights: Any):
+    """All of them are 64 matrices; XLA needs more than the budget for the backward part."""
+    x = jnp.ones((4 * WIDTH, WIDTH)) / WIDTH
+    gpu_bytes = 80 * MATRIX
+    f = jturnip.jit(loss, gpu_bytes)
+    found = within(gpu_bytes, f, lambda: jax.grad(f)(weights, x), weights, x)
+    assert f.last_run.h2d_bytes <= 20 * MATRIX
+    expected = jax.grad(jax.jit(loss))(stock(weights), x)
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_what_is_only_asked_for_a_plan_looks_for_no_budget(
+    weights: Any, monkeypatch: pytest.MonkeyPatch
+):
+    """Of where residuals may stay, some leave the backward part no room."""
+    asked: list[float | None] = []
+
+    def seconds(later: Later, *given: Any, real: Any = Later.seconds) -> float | None:
+        asked.append(real(later, *given))
+        return asked[-1]
+
+    monkeypatch.setattr(Later, "seconds", seconds)
+    unwanted = lambda *_: pytest.fail("a budget that works was looked for")
+    monkeypatch.setattr("jturnip.stages.lowered.refusal_that_is_true", unwanted)
+    f = jturnip.jit(loss, 12 * MATRIX)
+    jax.grad(f)(weights, jnp.ones((4 * WIDTH, WIDTH)) / WIDTH)
+    assert asked[0] is None and asked[-1] is not None
 
 
 def test_a_transformed_function_is_compiled_once(weights: Any, x: Any):

@@ -22,6 +22,8 @@ class Effort:
     """Equations of one function that were looked at, each as often as it was."""
 
     equations: int = 0
+    # Which share of what is usual is enough.
+    patience: float = 1.0
 
     def looked_at(self, equations: int) -> None:
         """So many equations were looked at, to see where they can be cut."""
@@ -35,4 +37,4 @@ class Effort:
     def is_enough(self) -> bool:
         """Whether no more ways are looked for: one that was not found by now asks for more
         patience than a budget that works."""
-        return self.equations > _ENOUGH
+        return self.equations > self.patience * _ENOUGH

@@ -16,6 +16,7 @@ from jturnip.compiler.executables import compile_whole
 from jturnip.compiler.report import CompileReport
 from jturnip.compiler.trials import Trials
 from jturnip.errors import DoesNotFit, HostMemoryError, UnsupportedError
+from jturnip.frontend.effort import Effort
 from jturnip.frontend.flatten import flatten
 from jturnip.frontend.inline import pruned_arguments
 from jturnip.frontend.loops import LOOPS_AND_BRANCHES
@@ -40,16 +41,16 @@ from jturnip.runners.whole import Moves, WholeRunner, moves_of, whole_plan
 from jturnip.runtime.link import SimulatedLink
 from jturnip.runtime.schedule import Link
 from jturnip.runtime.turns import Turn
-from jturnip.stages import prediction
+from jturnip.stages import prediction, residuals
 from jturnip.stages.compiled import Compiled, avals, cost_of, donated
 from jturnip.stages.options import Options, Part
 from jturnip.stages.prediction import Prediction
 from jturnip.units import format_bytes, padded
 
 
-# Residuals stay on the device if together they take no more than this share of the budget
-# and what comes next has a plan beside them, and more only if that surely has room.
-_RESIDUALS = 4
+# How long is looked for a plan where it is only asked whether there is one, as a share of
+# what is usual.
+_PATIENCE = 0.1
 # Loops are taken apart where an array that one product reads whole takes no more than so
 # many times the budget: it is cut into as many parts, in each iteration.
 _TIMES_CUT = 16
@@ -121,28 +122,12 @@ class Lowered:
 
     def _with_residuals_away(self, part: Part, arguments: Arguments) -> Wanted:
         """What is wanted, with the residuals for which no room is left in host memory."""
-        if not part.residuals:
-            return self._wanted
-        arena = placement.arena_bytes(self.gpu_bytes, arguments.device.platform)
-        room = (arena + part.beside_bytes) // _RESIDUALS - part.residual_bytes
+        device = arguments.device
+        arena = placement.arena_bytes(self.gpu_bytes, device.platform)
         given = self._structs_of_arguments(arguments)
-        if part.later is not None and part.later.most_bytes(given) <= arena:
+        away = residuals.away(part, self._result_types, given, device, arena)
+        if not away:
             return self._wanted
-        sizes = {i: padded(self._result_types[i].nbytes) for i in part.residuals}
-        away: set[int] = set()
-        for i in sorted(sizes, key=lambda i: sizes[i]):
-            room -= sizes[i]
-            if room < 0:
-                away.add(i)
-        if part.later is not None and len(away) < len(sizes):
-            device = arguments.device
-            there, host = (placement.sharding(device, on_host=h) for h in (False, True))
-            results = [
-                t.struct(host if i in away else there)
-                for i, t in enumerate(self._result_types)
-            ]
-            if part.later.refusal(given, results, part.beside_bytes) is not None:
-                away.update(sizes)
         on_host = list(self._wanted.on_host) or [None] * len(self._result_types)
         for i in away:
             on_host[i] = True
@@ -193,6 +178,10 @@ class Lowered:
             if not places.constant_whose(array).on_host
         )
 
+    @property
+    def _is_asked(self) -> bool:
+        return self._options.part is not None and self._options.part.is_asked
+
     def _check_results_fit(self) -> None:
         places = self._wanted.places(on_host=False)
         asked = sum(padded(self._result_types[i].nbytes) for i in places)
@@ -202,7 +191,8 @@ class Lowered:
         device = self._arguments.device
         needed = placement.gpu_bytes_for(asked + staying, device.platform)
         if needed > self.gpu_bytes:
-            needed = self._works_from(needed)
+            if not self._is_asked:
+                needed = self._works_from(needed)
             beside = (
                 f", beside {format_bytes(staying)} of arguments and closed-over arrays"
                 " there"
@@ -310,6 +300,17 @@ class Lowered:
             more = 3 * self.gpu_bytes // 2 + 1
             return DoesNotFit(str(error), needed_bytes=more, gpu_bytes=self.gpu_bytes)
         return None
+
+    @functools.cached_property
+    def seconds_asked(self) -> float | None:
+        """Seconds of a call as expected, in any plan: none as one executable; None where it
+        is refused. Compiles tasks, and runs none."""
+        self._any_plan = True
+        try:
+            whole = self._whole is not None
+            return 0.0 if whole else self._program.plan.predicted_seconds
+        except (DoesNotFit, HostMemoryError, UnsupportedError):
+            return None
 
     def _refused_in(self, gpu_bytes: int, kept: list[Any]) -> DoesNotFit | None:
         """The refusal of another budget, if it is; keeps what is compiled for it."""
@@ -452,13 +453,15 @@ class Lowered:
                 return made(self._given, own, way)
             except DoesNotFit as error:
                 refusals.append(error.with_traceback(None))
+        cut = min(refusals, key=lambda refusal: refusal.needed_bytes)
+        if self._is_asked:
+            raise cut
         by_rows = without_rows
         if by_rows is None:  # what was hopeless is cut, to know what it needs then
             try:
                 return uncut(thorough=True)
             except DoesNotFit as error:
                 by_rows = error.with_traceback(None)
-        cut = min(refusals, key=lambda refusal: refusal.needed_bytes)
         make = lambda nbytes, how: made(self._given, Budget(nbytes), how)
         refusal = refusal_that_is_true(make, how, cut, by_rows, self._runs_whole_in)
         raise explained(refusal, self._flat, self._arguments.device) from None
@@ -502,6 +505,7 @@ class Lowered:
             returned=returned,
             accelerator=self._accelerator,
             any_plan=self._any_plan,
+            effort=Effort(patience=_PATIENCE if self._is_asked else 1.0),
         )
 
     @property

@@ -9,7 +9,6 @@ import jax
 
 from jturnip import placement
 from jturnip.compat import Device
-from jturnip.errors import DoesNotFit
 from jturnip.frontend.values import Type
 from jturnip.placement import Returned
 from jturnip.planner.strategies import STRATEGIES
@@ -20,11 +19,11 @@ from jturnip.signature import Call
 class Later(Protocol):
     """What is called with the arguments and results of a part."""
 
-    def refusal(
+    def seconds(
         self, arguments: Sequence[Any], results: Sequence[Any], beside_bytes: int
-    ) -> DoesNotFit | None:
-        """The refusal of that call, if it is, with `jax.ShapeDtypeStruct`s of both and
-        where they lie."""
+    ) -> float | None:
+        """What that call is thought to take, with `jax.ShapeDtypeStruct`s of both and where
+        they lie; None if it is refused."""
         ...
 
     def most_bytes(self, arguments: Sequence[Any]) -> int:
@@ -47,6 +46,9 @@ class Part:
     # which the budget was made smaller.
     residual_bytes: int = 0
     beside_bytes: int = 0
+    # Whether it is only asked what it would take: then any plan will do, after a short
+    # search, and a refusal need not name a budget that works.
+    is_asked: bool = False
 
     @property
     def residuals(self) -> tuple[int, ...]:

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checks import Holdings, assert_same, layers, tower, unconstrained_peak
+from flat import flat_of
 
 import jturnip
 from jturnip import compat
@@ -119,6 +120,20 @@ def test_a_report_is_one_line():
     assert report.summary() == (
         "42 executables: 17 compiled, 20 re-used, 5 from JAX's persistent cache; 1.250 s"
     )
+
+
+def test_more_than_is_allowed_is_not_compiled():
+    flat = flat_of(several, X, layers(8))
+    groups = Partitioner(flat, rates(jax.devices()[0])).partition(0)
+    how = executables.How(None, compat.trace_context())
+    distinct = executables.compile_groups(flat, groups, how).report.compiled
+    executables.clear_cache()
+    with pytest.raises(executables.TooManyTasks):
+        executables.compile_groups(flat, groups, how, most=distinct - 1)
+    made = executables.compile_groups(flat, groups, how, most=distinct)
+    assert made.report.compiled == len(made.executables) == distinct
+    # What is there already is not compiled.
+    executables.compile_groups(flat, groups, how, most=0)
 
 
 # JAX's persistent cache

@@ -543,6 +543,27 @@ def test_refining_puts_what_holds_most_by_itself_alone():
     assert_groups_are_right(flat, finer)
 
 
+def test_refining_so_many_times_cuts_what_was_cut():
+    def fn(x: Any) -> Any:
+        for _ in range(12):
+            x = jnp.roll(x, 1) * 2
+        return x
+
+    flat = flat_of(fn, x32(8, 8))
+    partitioner = Partitioner(flat, FAST)
+    (whole,) = groups = partitioner.partition(1 << 30)
+    for cuts in (1, 2, 3):
+        finer = partitioner.refine(groups, frozenset([0]), cuts)
+        assert len(finer) == 2**cuts
+        assert_groups_are_right(flat, finer)
+        one_by_one = groups
+        for _ in range(cuts):
+            everything = frozenset(range(len(one_by_one)))
+            one_by_one = partitioner.refine(one_by_one, everything)
+        assert finer == one_by_one
+    assert len(whole.equations) > 8
+
+
 def test_refining_single_equations_changes_nothing():
     fn, args = llama_loss()
     partitioner = Partitioner(flat_of(fn, *args), FAST)

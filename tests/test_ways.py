@@ -1,6 +1,9 @@
 """Which ways to cut a function are made, and when one is given up."""
 
 import dataclasses
+import functools
+import math
+import types
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -12,6 +15,7 @@ import pytest
 from flat import flat_of
 
 import jturnip
+from jturnip.compiler.executables import TooManyTasks
 from jturnip.errors import DoesNotFit
 from jturnip.frontend import blocks, effort
 from jturnip.frontend.blocks import Ways
@@ -74,18 +78,44 @@ def test_what_an_equation_needs_is_known_in_another_cut():
     refusal = DoesNotFit("no", needed_bytes=100_000, gpu_bytes=50_000)
     needs, surely = Needs(), 100_000
     needs.know(flat.equations[sort], surely, refusal, Budget(50_000))
-    needs.refuse(flat, partitioner, Budget(60_000), surely)
+    finest = lambda: partitioner.partition(0)
+    needs.refuse(flat, partitioner, Budget(60_000), surely, finest)
+    taken = Budget(60_000, taken=5_000)
     with pytest.raises(DoesNotFit, match="no") as caught:
-        needs.refuse(flat, partitioner, Budget(60_000, taken=5_000), surely - 1)
+        needs.refuse(flat, partitioner, taken, surely - 1, finest)
     assert caught.value.gpu_bytes == 60_000
     assert caught.value.needed_bytes == 105_000
     # What it reads may be on the device anyway, and is none of its own then.
     there = partitioner_of(flat, staying=flat.inputs)
-    needs.refuse(flat, there, Budget(60_000), surely - 1)
+    needs.refuse(flat, there, Budget(60_000), surely - 1, finest)
     with pytest.raises(DoesNotFit):
-        needs.refuse(flat, there, Budget(60_000), surely - BIG.nbytes - 1)
+        needs.refuse(flat, there, Budget(60_000), surely - BIG.nbytes - 1, finest)
     needs.clear()
-    needs.refuse(flat, partitioner, Budget(60_000), 0)
+    needs.refuse(flat, partitioner, Budget(60_000), 0, finest)
+
+
+def test_a_task_that_cannot_be_cut_is_known_where_nothing_spares_it_more():
+    flat = flat_of(sorted_and_scaled, BIG, SMALL)
+    partitioner = partitioner_of(flat)
+    alone = partitioner.partition(0)
+    (group,) = (
+        g for g in alone if any(flat.equations[e].name == "sort" for e in g.equations)
+    )
+    refusal = DoesNotFit("no", needed_bytes=100_000, gpu_bytes=50_000)
+    needs, nbytes = Needs(), 100_000
+    needs.know_alone(flat, partitioner, group, nbytes, refusal, Budget(50_000))
+    refuse = functools.partial(needs.refuse, flat)
+    refuse(partitioner, Budget(60_000), nbytes, lambda: alone)
+    with pytest.raises(DoesNotFit, match="no"):
+        refuse(partitioner, Budget(60_000), nbytes - 1, lambda: alone)
+    # Elsewhere it may write over what it reads, or read what is on the device anyway.
+    over = dataclasses.replace(group, overwrites=((0, 0),))
+    spared = [over if g is group else g for g in alone]
+    refuse(partitioner, Budget(60_000), nbytes - 1, lambda: spared)
+    there = partitioner_of(flat, staying=flat.inputs)
+    refuse(there, Budget(60_000), nbytes - 1, lambda: alone)
+    needs.clear()
+    refuse(partitioner, Budget(60_000), 0, lambda: alone)
 
 
 def test_a_loop_that_is_in_the_way_is_compiled_once(monkeypatch: pytest.MonkeyPatch):
@@ -127,15 +157,26 @@ class Made:
     split: Any
 
 
-def compared(moved: int, refuse: Sequence[int] = (), any_plan: bool = False) -> Any:
+def compared(
+    moved: int,
+    refuse: Sequence[int] = (),
+    any_plan: bool = False,
+    tasks: Sequence[Any] = (),
+    most: list[float] | None = None,
+) -> Any:
     """Of a function whose ways move so many bytes; those with so many equations do not
-    fit."""
+    fit. Each equation is an executable, of which one more than was allowed is too many."""
     flat = flat_of(sorted_and_scaled, BIG, SMALL)
 
-    def made(cut: FlatJaxpr) -> Any:
-        if len(cut.equations) in refuse:
+    def made(cut: FlatJaxpr, allowed: float) -> Any:
+        count = len(cut.equations)
+        if most is not None:
+            most.append(allowed)
+        if count in refuse:
             raise DoesNotFit("no", needed_bytes=2, gpu_bytes=1)
-        return Made(cut, Plan(moved), Split(Graph(())))
+        if count > allowed:
+            raise TooManyTasks
+        return Made(cut, Plan(moved), Split(Graph(tuple(tasks)), (None,) * count))
 
     return make._Compared(flat, made, any_plan)
 
@@ -144,16 +185,19 @@ def compared(moved: int, refuse: Sequence[int] = (), any_plan: bool = False) -> 
 class Plan:
     h2d_bytes: int
     d2h_bytes: int = 0
+    predicted_seconds: float = 1.0
 
 
 @dataclasses.dataclass
 class Graph:
     tasks: tuple[Any, ...]
+    buffers: tuple[Any, ...] = (types.SimpleNamespace(nbytes=100),)
 
 
 @dataclasses.dataclass
 class Split:
     graph: Graph
+    executables: tuple[Any, ...]
 
 
 def ways_of(*counts: int, anew: bool = False) -> list[Ways]:
@@ -177,6 +221,34 @@ def test_what_has_many_more_equations_is_not_made():
     some = compared(MUCH)
     some.look(iter(ways_of(10, 21, 20, 4, 9, 8)))
     assert lengths(some) == [10, 20, 4]  # four were looked at
+
+
+@pytest.mark.parametrize(
+    ("seconds", "accessed", "found"),
+    [
+        (1.0, 200, [40, 39]),  # no more executables than the best one has
+        (0.5, 200, [40, 60, 50, 39]),  # that waits half of the time
+        (1.0, 400, [40, 60, 50, 39]),  # that copies as much as goes in and out
+    ],
+)
+def test_what_takes_more_to_compile_is_made_only_where_there_is_much_to_gain(
+    seconds: float, accessed: int, found: list[int]
+):
+    task = types.SimpleNamespace(
+        seconds=seconds, bytes_accessed=accessed, inputs=(0,), outputs=(0,)
+    )
+    some = compared(MUCH, tasks=[task], most=(most := []))
+    some.look(iter(ways_of(40, 60, 50, 39, 38)))
+    assert lengths(some) == found
+    assert most[0] == math.inf
+    assert len(most) == 4  # that were looked at
+
+
+def test_few_executables_may_always_be_compiled():
+    task = types.SimpleNamespace(seconds=1.0, bytes_accessed=200, inputs=(0,), outputs=(0,))
+    some = compared(MUCH, tasks=[task])
+    some.look(iter(ways_of(17, 32, 33)))
+    assert lengths(some) == [17, 32]
 
 
 def test_the_first_that_moves_little_will_do():

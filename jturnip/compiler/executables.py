@@ -12,6 +12,7 @@ An executable lives as long as a program that uses it.
 """
 
 import concurrent.futures
+import math
 import os
 import time
 import weakref
@@ -92,6 +93,10 @@ Place: TypeAlias = tuple[int, int]
 Lifted: TypeAlias = Mapping[Hashable, frozenset[Place]]
 
 
+class TooManyTasks(Exception):
+    """More would have to be compiled than was allowed."""
+
+
 @dataclass(frozen=True, slots=True)
 class How:
     """What decides, beside a task itself, what it becomes."""
@@ -109,6 +114,7 @@ def compile_groups(
     groups: Sequence[Group],
     how: How,
     earlier: Compiled | None = None,
+    most: float = math.inf,
 ) -> Compiled:
     """Compiles the distinct tasks among `groups`.
 
@@ -117,8 +123,10 @@ def compile_groups(
       groups: the tasks.
       how: for what, and in what way.
       earlier: what was compiled before for the same function, cut otherwise.
+      most: so many new ones may be compiled, with those of `earlier`.
 
     Raises:
+      TooManyTasks: there would be more.
       Exception: what JAX or XLA say of a task, with a note that names it.
     """
     began = time.perf_counter()
@@ -139,6 +147,8 @@ def compile_groups(
         of_group.append(indices[key])
     known = [_CACHE.get(key) for key in indices]
     missing = [w for w, e in zip(distinct, known, strict=True) if e is None]
+    if len(missing) + (len(earlier.made) if earlier is not None else 0) > most:
+        raise TooManyTasks
     new, cached = _compile_in_parallel(missing, how)
     remaining = iter(new)
     executables = tuple(next(remaining) if e is None else e for e in known)

@@ -181,15 +181,21 @@ class Partitioner:
         """What no cut needs less than, by estimate (`memory_model.Model.least_bytes`)."""
         return self._model.least_bytes()
 
-    def refine(self, groups: Sequence[Group], too_large: frozenset[int]) -> list[Group]:
+    def refine(
+        self, groups: Sequence[Group], too_large: frozenset[int], cuts: int = 1
+    ) -> list[Group]:
         """Cuts the groups at these indices, where they can be cut: in two, or around what
-        holds most by itself, which no other cut makes less."""
+        holds most by itself, which no other cut makes less; and so on what that gives, so
+        many times."""
         pieces: list[tuple[int, int]] = []
         for index, group in enumerate(groups):
             own = [e for e in group.equations if e in self._position]
             begin = min(self._position[e] for e in own)
             segment = (begin, begin + len(own))
-            pieces += self._cut_up(segment) if index in too_large else [segment]
+            cut = [segment]
+            for _ in range(cuts if index in too_large else 0):
+                cut = [piece for each in cut for piece in self._cut_up(each)]
+            pieces += cut
         return self._groups(pieces)
 
     def neediest(self, group: Group, nbytes: int) -> tuple[int, int]:
@@ -210,6 +216,11 @@ class Partitioner:
 
         most = max(touched, key=least)
         return most, least(most)
+
+    def only(self, group: Group) -> int:
+        """The equation of a group of one, beside those that it repeats."""
+        (e,) = (e for e in group.equations if e in self._position)
+        return e
 
     def there(self, e: int) -> int:
         """Bytes of what an equation reads that are on the device anyway."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from jturnip import compat
+from jturnip.compiler.executables import TooManyTasks
 from jturnip.errors import DoesNotFit, PlanningError
 from jturnip.frontend import costs
 from jturnip.frontend.blocks import (
@@ -49,6 +50,12 @@ _SOME_TASKS = 1000
 # What has so many times the equations of another way that fits takes long to plan, and was
 # not faster in any of the six functions of which several ways were compared.
 _TIMES_FEWEST = 2
+# So many executables may always be compiled for another way.
+_FEW_EXECUTABLES = 32
+# XLA accesses so many times the bytes that tasks read and write where they copy a lot: 2.1
+# of a network of convolutions that took three times as long as cut otherwise, 0.9 and 1.2
+# of others that could not be cut much better.
+_COPIES = 1.6
 # Where a plan as it is takes so many times what its tasks do by themselves, so many ways to
 # cut it are looked at.
 _WAITS = 1.5
@@ -402,7 +409,7 @@ def _cut_along_axes(
 ) -> Straight:
     """One plan for all tasks, with large stretches cut in the first way that fits; where
     that moves much, or makes something anew, in the fastest of some, as predicted."""
-    make = lambda cut: _straight(cut, arguments, budget, how, to_host)
+    make = lambda cut, *most: _straight(cut, arguments, budget, how, to_host, *most)
     # With other results in host memory what was found before is the first to be tried.
     key = "cut", id(flat), arguments, budget, how
     if key in how.known:
@@ -427,7 +434,7 @@ class _Compared:
     """What a function becomes in different ways to cut it."""
 
     flat: FlatJaxpr
-    make: Callable[[FlatJaxpr], Straight]
+    make: Callable[..., Straight]
     # Whether any plan will do.
     any_plan: bool
     found: list[Straight] = field(default_factory=list)
@@ -465,12 +472,32 @@ class _Compared:
                 count += 1
                 continue
             try:
-                found.append(self.make(cut))
+                found.append(self.make(cut, self._most([*self.found, *found])))
             except DoesNotFit as error:
                 self.refusals.append(error.with_traceback(None))
+            except TooManyTasks:
+                count += 1
             else:
                 count += 1
         return count
+
+    def _most(self, found: Sequence[Straight]) -> float:
+        """How many executables may be compiled for another way: no more than for the best
+        one, unless that has much to gain, since it waits for what it moves, or copies a lot
+        within its tasks."""
+        if not found:
+            return math.inf
+        best = min(found, key=lambda made: made.plan.predicted_seconds)
+        graph = best.split.graph
+        computing = sum(task.seconds for task in graph.tasks)
+        waits = best.plan.predicted_seconds > _WAITS * computing
+        accessed = sum(task.bytes_accessed for task in graph.tasks)
+        crossing = sum(
+            graph.buffers[b].nbytes for t in graph.tasks for b in (*t.inputs, *t.outputs)
+        )
+        if waits or accessed > _COPIES * crossing:
+            return math.inf
+        return max(_FEW_EXECUTABLES, len(best.split.executables))
 
 
 def _moving_once(
@@ -554,8 +581,9 @@ def _straight(
     budget: Budget,
     how: How,
     to_host: Collection[int],
+    most: float = math.inf,
 ) -> Straight:
-    """One plan for all tasks."""
+    """One plan for all tasks, for which so many executables may be compiled."""
     how.effort.made_tasks(len(flat.equations))
     split = splitting.split(
         flat,
@@ -568,6 +596,7 @@ def _straight(
         how.executables,
         how.accelerator,
         None if how.thorough else how.needs,
+        most,
     )
     if how.trials is not None:
         split = planning.measure(split, how.trials)

@@ -1,6 +1,7 @@
 """A flat function to tasks that fit in a budget, compiled."""
 
 import dataclasses
+import math
 from collections.abc import Collection, Sequence
 
 from jturnip import compat
@@ -38,6 +39,9 @@ from jturnip.units import padded
 # A task may hold this share of the budget, where it can be cut: two can then be resident
 # while the transfers of two more are under way.
 _SHARE = 4
+# So often tasks that XLA shows to be too large are cut once. What is too large then is cut
+# finer each time: the one equation that needs most may be at its end.
+_CUT_ONCE = 2
 
 
 def split(
@@ -51,6 +55,7 @@ def split(
     used: list[Executable] | None = None,
     accelerator: Accelerator | None = None,
     needs: Needs | None = None,
+    most: float = math.inf,
 ) -> Split:
     """Cuts a function into tasks that fit in a budget, and compiles them.
 
@@ -69,8 +74,10 @@ def split(
       needs: what some equations are known to need, of this function cut otherwise; grows.
         Where one needs too much, that is the end; without it, all is cut as fine as it can
         be then, and the refusal asks for what that takes.
+      most: so many executables may be compiled for it.
 
     Raises:
+      TooManyTasks: more would have to be.
       DoesNotFit: where a single equation, or the caller's own arrays, need more.
     """
     used = [] if used is None else used
@@ -82,13 +89,14 @@ def split(
     left = arena - sum(padded(flat.types[v].nbytes) for v in there)
     _refuse_early(flat, partitioner, arguments, budget, left, used)
     if needs is not None:
-        needs.refuse(flat, partitioner, budget, left)
+        finest_groups = lambda: _finest(flat, partitioner, arguments)
+        needs.refuse(flat, partitioner, budget, left, finest_groups)
     groups = partitioner.partition(0 if finest else max(0, left) // _SHARE)
     staying = _not_to_be_lost(flat, arguments, repeated)
-    compiled = None
+    compiled, times = None, 0
     while True:
         groups = with_overwriting(flat, groups, staying)
-        compiled = _compile(flat, groups, arguments, compiled)
+        compiled = _compile(flat, groups, arguments, compiled, most)
         used += compiled.executables
         graph, buffers = build(flat, groups, arguments, compiled, to_host, accelerator)
         if smallest_budget(graph) <= arena:
@@ -103,9 +111,15 @@ def split(
                 refusal = _refusal(graph, budget, device)
                 needs.know(flat.equations[e], least, refusal, budget)
                 raise refusal
-        finer = partitioner.refine(groups, frozenset(too_large))
+        times += 1
+        cuts = max(1, times - _CUT_ONCE + 1)
+        finer = partitioner.refine(groups, frozenset(too_large), cuts)
         if len(finer) == len(groups):
-            raise _refusal(graph, budget, device)
+            refusal = _refusal(graph, budget, device)
+            if needs is not None and too_large:
+                t = max(too_large, key=lambda t: sizes[t])
+                needs.know_alone(flat, partitioner, groups[t], sizes[t], refusal, budget)
+            raise refusal
         groups = finer
     least = lambda there: _least_when_cut(flat, partitioner, arguments, graph, arena, there)
     away = leaving(flat, arguments, to_host, returned, arena, least)
@@ -281,7 +295,8 @@ def _compile(
     groups: Sequence[Group],
     arguments: Arguments,
     earlier: compiler.Compiled | None = None,
+    most: float = math.inf,
 ) -> compiler.Compiled:
     device = arguments.device if arguments.committed else None
     how = compiler.How(device, compat.trace_context(), arguments.compiler_options)
-    return compiler.compile_groups(flat, groups, how, earlier)
+    return compiler.compile_groups(flat, groups, how, earlier, most)

@@ -198,6 +198,12 @@ def filtered_by_ffts(x: Any) -> Any:
     return jnp.fft.irfft(spectrum * jnp.exp(-jnp.arange(spectrum.shape[1]) / 64), axis=1)
 
 
+@case((long(256), 256))
+def a_field_filtered_by_ffts(x: Any) -> Any:
+    spectrum = jnp.fft.rfft2(x)
+    return jnp.fft.irfft2(spectrum / (1 + jnp.abs(spectrum)), s=x.shape)
+
+
 @case((long(64), 1024))
 def sorted_along_the_long_axis(x: Any) -> Any:
     return jnp.sum(jnp.sort(x, axis=1) * jnp.arange(x.shape[1]), axis=1)

@@ -8,6 +8,7 @@ only moves values between memories is taken out, since what lies where is the pl
 no function of arrays on one device is refused here, with the user's line.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ import jax
 
 from jturnip import compat
 from jturnip.errors import UnsupportedError
-from jturnip.frontend import hints, refs, stacks
+from jturnip.frontend import ffts, hints, refs, stacks
 from jturnip.frontend.builder import Builder
 from jturnip.frontend.counting import Counts
 from jturnip.frontend.values import Atom, Constant, FlatJaxpr, Type, called, source_line
@@ -33,7 +34,10 @@ class Condition:
 
 
 def inline(
-    closed: Any, condition: Condition | None = None, platform: str = ""
+    closed: Any,
+    condition: Condition | None = None,
+    platform: str = "",
+    largest_fft: float = math.inf,
 ) -> FlatJaxpr:
     """A function without calls in it. A result may be an argument, or come twice.
 
@@ -42,13 +46,15 @@ def inline(
       condition: for the body of a loop: then the first result is the condition's.
       platform: what `jax.lax.platform_dependent` chooses by; a choice is left as it is
         where it is empty.
+      largest_fft: Fourier transforms over several dimensions that give more bytes are
+        done one dimension after the other.
 
     Raises:
       UnsupportedError: for values that are no arrays, or are put on another device; it
         names the primitive and the user's line.
     """
     _check_arguments(closed)
-    inliner = _Inliner(platform)
+    inliner = _Inliner(platform, largest_fft)
     builder = inliner.builder
     inputs = [builder.value(Type.of(aval)) for aval in argument_avals(closed, condition)]
     before = condition.constants if condition else 0
@@ -84,9 +90,10 @@ def pruned_arguments(closed: Any) -> frozenset[int]:
 class _Inliner:
     """Follows a jaxpr, and those that it calls."""
 
-    def __init__(self, platform: str) -> None:
+    def __init__(self, platform: str, largest_fft: float) -> None:
         self.builder = Builder()
         self._platform = platform
+        self._largest_fft = largest_fft
         self._counts = Counts()
 
     def call(
@@ -128,7 +135,7 @@ class _Inliner:
         if eqn.primitive.name == "custom_linear_solve":
             return self._solved(eqn, operands, calls)
         _check(eqn, calls)
-        expanded = compat.expanded(eqn)
+        expanded = compat.expanded(eqn) or self._one_by_one(eqn)
         if expanded is not None:
             return self.call(expanded, operands, (*calls, eqn))
         chosen = self._chosen(eqn)
@@ -152,6 +159,12 @@ class _Inliner:
             if platforms is None or self._platform in platforms:
                 return branch
         return None
+
+    def _one_by_one(self, eqn: Any) -> Any:
+        if eqn.primitive.name != "fft":
+            return None
+        nbytes = Type.of(eqn.outvars[0].aval).nbytes
+        return ffts.one_by_one(eqn) if nbytes > self._largest_fft else None
 
     def _solved(
         self, eqn: Any, operands: Sequence[Atom], calls: tuple[Any, ...]

@@ -11,6 +11,7 @@ plans, and so do rows that the host reads and writes (`tables.py`).
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,6 +62,9 @@ class Seen:
 
     # What `jax.lax.platform_dependent` chooses by.
     platform: str = ""
+    # Fourier transforms over several dimensions that give more bytes are done one dimension
+    # after the other.
+    largest_fft: float = math.inf
     rules: Known = field(default_factory=Known)
     # By the id of a jaxpr, with it, so that the id stays its own: it inlined.
     inlined: dict[Any, tuple[Any, FlatJaxpr]] = field(default_factory=dict)
@@ -71,7 +75,7 @@ class Seen:
         """What `inline` and `merged` make of a jaxpr."""
         key = id(closed), id(condition)
         if key not in self.inlined:
-            made = merged(inline(closed, condition, self.platform))
+            made = merged(inline(closed, condition, self.platform, self.largest_fft))
             self.inlined[key] = (closed, condition), made
         return self.inlined[key][1]
 

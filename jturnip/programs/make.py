@@ -50,7 +50,9 @@ _SOME_TASKS = 1000
 # What has so many times the equations of another way that fits takes long to plan, and was
 # not faster in any of the six functions of which several ways were compared.
 _TIMES_FEWEST = 2
-# So many executables may always be compiled for another way.
+# Of another way than one with nothing much to gain, as many executables as of that may be
+# compiled, or so many; and none of one with as many equations, that differs in the number
+# of blocks.
 _FEW_EXECUTABLES = 32
 # XLA accesses so many times the bytes that tasks read and write where they copy a lot: 2.1
 # of a network of convolutions that took three times as long as cut otherwise, 0.9 and 1.2
@@ -66,6 +68,9 @@ _MOST_LOOPS = 4
 _MOST_PARTS = 16
 # Ways that are looked at before a function is taken apart into more equations than so many.
 _FIRST_WAYS = 8
+# What is to be cut has no Fourier transform over several dimensions at once that gives more
+# than one over so many of the budget.
+_OF_ONE_FFT = 4
 _MOST_EQUATIONS = 1000
 
 
@@ -157,10 +162,11 @@ def _tries(
     condition: Condition | None,
 ) -> Iterator[_Try]:
     """What is tried for a function, one after the other until something fits."""
-    seen = Seen(platform=compat.lowering_platform(arguments.device))
-    flat = flatten(closed, forwarded, None, condition, seen)
     device = arguments.device
     arena, expected = budget.arena(device), rates(device, how.accelerator)
+    largest_fft = arena // _OF_ONE_FFT if how.axes else math.inf
+    seen = Seen(compat.lowering_platform(device), largest_fft)
+    flat = flatten(closed, forwarded, None, condition, seen)
     loops_stay = takes_apart = how.streams and not how.finest
     in_blocks = iter(())
     if loops_stay:
@@ -468,11 +474,18 @@ class _Compared:
             fewest = min((len(made.flat.equations) for made in found), default=math.inf)
             if self.any_plan and count:
                 break
-            if len(cut.equations) > _TIMES_FEWEST * fewest:
+            best = _fastest([*self.found, *found])
+            alike = best is not None and len(cut.equations) == len(best.flat.equations)
+            if len(cut.equations) > _TIMES_FEWEST * fewest or (
+                alike and not _has_much_to_gain(best)
+            ):
                 count += 1
                 continue
+            most = math.inf
+            if best is not None and not _has_much_to_gain(best):
+                most = max(_FEW_EXECUTABLES, len(best.split.executables))
             try:
-                found.append(self.make(cut, self._most([*self.found, *found])))
+                found.append(self.make(cut, most))
             except DoesNotFit as error:
                 self.refusals.append(error.with_traceback(None))
             except TooManyTasks:
@@ -481,23 +494,21 @@ class _Compared:
                 count += 1
         return count
 
-    def _most(self, found: Sequence[Straight]) -> float:
-        """How many executables may be compiled for another way: no more than for the best
-        one, unless that has much to gain, since it waits for what it moves, or copies a lot
-        within its tasks."""
-        if not found:
-            return math.inf
-        best = min(found, key=lambda made: made.plan.predicted_seconds)
-        graph = best.split.graph
-        computing = sum(task.seconds for task in graph.tasks)
-        waits = best.plan.predicted_seconds > _WAITS * computing
-        accessed = sum(task.bytes_accessed for task in graph.tasks)
-        crossing = sum(
-            graph.buffers[b].nbytes for t in graph.tasks for b in (*t.inputs, *t.outputs)
-        )
-        if waits or accessed > _COPIES * crossing:
-            return math.inf
-        return max(_FEW_EXECUTABLES, len(best.split.executables))
+
+def _fastest(found: Sequence[Straight]) -> Straight | None:
+    return min(found, key=lambda made: made.plan.predicted_seconds, default=None)
+
+
+def _has_much_to_gain(made: Straight) -> bool:
+    """Whether a plan waits much for what it moves, or its tasks copy a lot within."""
+    graph = made.split.graph
+    computing = sum(task.seconds for task in graph.tasks)
+    accessed = sum(task.bytes_accessed for task in graph.tasks)
+    crossing = sum(
+        graph.buffers[b].nbytes for t in graph.tasks for b in (*t.inputs, *t.outputs)
+    )
+    waits = made.plan.predicted_seconds > _WAITS * computing
+    return waits or accessed > _COPIES * crossing
 
 
 def _moving_once(

@@ -1,0 +1,87 @@
+"""Fourier transforms over several dimensions, one dimension after the other."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import unconstrained_peak
+from flat import evaluated, flat_of
+
+import jturnip
+from jturnip.frontend.flatten import flatten
+from jturnip.frontend.streaming import Seen
+
+
+def array(*shape: int, dtype: Any = np.complex64) -> jax.Array:
+    random = np.random.default_rng(0)
+    real, imaginary = random.normal(size=(2, *shape))
+    return jnp.asarray(real + 1j * imaginary if dtype == np.complex64 else real, dtype)
+
+
+def real(*shape: int) -> jax.Array:
+    return array(*shape, dtype=np.float32)
+
+
+TRANSFORMS = [
+    (jnp.fft.fft2, array(7, 12)),
+    (jnp.fft.ifft2, array(3, 8, 5)),
+    (jnp.fft.fftn, array(2, 6, 5, 4)),
+    (jnp.fft.rfft2, real(6, 9)),
+    (jnp.fft.rfftn, real(2, 5, 8, 3)),
+    (jnp.fft.irfft2, array(6, 5)),
+    (lambda x: jnp.fft.irfftn(x, (4, 6, 7)), array(2, 4, 6, 4)),
+    (lambda x: jnp.fft.fft2(x, axes=(0, 2)), array(5, 3, 4)),
+]
+
+
+@pytest.mark.parametrize(("fn", "x"), TRANSFORMS)
+def test_one_dimension_after_the_other_is_the_same(fn: Callable[..., Any], x: jax.Array):
+    flat = flatten(jax.jit(fn).trace(x).jaxpr, (), seen=Seen(largest_fft=0))
+    lengths = [
+        len(e.origin.params["fft_lengths"]) for e in flat.equations if e.name == "fft"
+    ]
+    assert len(lengths) > 1
+    assert set(lengths) == {1}
+    (found,) = evaluated(flat, x)
+    expected = fn(x)
+    # Each dimension rounds once more: a few units of the largest number.
+    tolerance = 8 * np.finfo(np.float32).eps * float(jnp.max(jnp.abs(expected)))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize(("fn", "x"), TRANSFORMS[:1])
+def test_what_is_not_too_large_is_left_as_it_is(fn: Callable[..., Any], x: jax.Array):
+    jaxpr, nbytes = jax.jit(fn).trace(x).jaxpr, x.nbytes
+    counts = [
+        sum(e.name == "fft" for e in flatten(jaxpr, (), seen=seen).equations)
+        for seen in (Seen(), Seen(largest_fft=nbytes), Seen(largest_fft=nbytes - 1))
+    ]
+    assert counts == [1, 1, 2]
+    assert [e.name for e in flat_of(fn, x).equations].count("fft") == 1
+
+
+def filtered(x: Any) -> Any:
+    spectrum = jnp.fft.fft2(x)
+    return jnp.abs(jnp.fft.ifft2(spectrum / (1 + jnp.abs(spectrum)))) ** 2
+
+
+def steps(x: Any) -> Any:
+    """A wave that moves, as a split-step solver has it."""
+    phase = jnp.exp(1j * jnp.linspace(0, 1, x.shape[1]))[None]
+    step = lambda x, _: (jnp.fft.ifft2(jnp.fft.fft2(x) * phase), None)
+    return jax.lax.scan(step, x, None, length=3)[0]
+
+
+@pytest.mark.parametrize(("fn", "share"), [(filtered, 0.5), (filtered, 0.25), (steps, 0.4)])
+def test_a_transform_larger_than_the_budget(fn: Callable[..., Any], share: float):
+    x = array(256, 300)
+    gpu_bytes = int(share * unconstrained_peak(fn, x))
+    f = jturnip.jit(fn, gpu_bytes)
+    found = f(jturnip.host(x))
+    assert f.last_run.peak_bytes <= gpu_bytes
+    expected = jax.jit(fn)(x)
+    tolerance = 32 * np.finfo(np.float32).eps * float(jnp.max(jnp.abs(expected)))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance)

@@ -48,7 +48,7 @@ def test_one_dimension_after_the_other_is_the_same(fn: Callable[..., Any], x: ja
     (found,) = evaluated(flat, x)
     expected = fn(x)
     # Each dimension rounds once more: a few units of the largest number.
-    tolerance = 8 * np.finfo(np.float32).eps * float(jnp.max(jnp.abs(expected)))
+    tolerance = 8 * float(np.finfo(np.float32).eps) * float(jnp.max(jnp.abs(expected)))
     np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance)
 
 
@@ -83,5 +83,5 @@ def test_a_transform_larger_than_the_budget(fn: Callable[..., Any], share: float
     found = f(jturnip.host(x))
     assert f.last_run.peak_bytes <= gpu_bytes
     expected = jax.jit(fn)(x)
-    tolerance = 32 * np.finfo(np.float32).eps * float(jnp.max(jnp.abs(expected)))
+    tolerance = 32 * float(np.finfo(np.float32).eps) * float(jnp.max(jnp.abs(expected)))
     np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance)

@@ -474,16 +474,10 @@ class _Compared:
             fewest = min((len(made.flat.equations) for made in found), default=math.inf)
             if self.any_plan and count:
                 break
-            best = _fastest([*self.found, *found])
-            alike = best is not None and len(cut.equations) == len(best.flat.equations)
-            if len(cut.equations) > _TIMES_FEWEST * fewest or (
-                alike and not _has_much_to_gain(best)
-            ):
+            most = _most_executables([*self.found, *found], cut)
+            if len(cut.equations) > _TIMES_FEWEST * fewest or not most:
                 count += 1
                 continue
-            most = math.inf
-            if best is not None and not _has_much_to_gain(best):
-                most = max(_FEW_EXECUTABLES, len(best.split.executables))
             try:
                 found.append(self.make(cut, most))
             except DoesNotFit as error:
@@ -495,8 +489,16 @@ class _Compared:
         return count
 
 
-def _fastest(found: Sequence[Straight]) -> Straight | None:
-    return min(found, key=lambda made: made.plan.predicted_seconds, default=None)
+def _most_executables(found: Sequence[Straight], cut: FlatJaxpr) -> float:
+    """How many executables may be compiled for another way."""
+    if not found:
+        return math.inf
+    best = min(found, key=lambda made: made.plan.predicted_seconds)
+    if _has_much_to_gain(best):
+        return math.inf
+    if len(cut.equations) == len(best.flat.equations):
+        return 0
+    return max(_FEW_EXECUTABLES, len(best.split.executables))
 
 
 def _has_much_to_gain(made: Straight) -> bool:

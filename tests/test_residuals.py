@@ -1,0 +1,86 @@
+"""Which residuals stay on the device for the backward part."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jturnip.frontend.values import Type
+from jturnip.placement import is_on_host
+from jturnip.stages import residuals
+from jturnip.stages.options import Part
+
+
+ARENA = 1600 * 4096
+# Of the result, and of five residuals, in hundreds of granules.
+SIZES = (1, 2, 3, 5, 6, 1)
+TYPES = [Type((hundreds * 100 * 1024,), np.dtype(np.float32), False) for hundreds in SIZES]
+
+
+@dataclasses.dataclass
+class Later:
+    """A backward part, by what it takes with residuals on the device of so many hundreds of
+    granules; it is refused with others."""
+
+    takes: Mapping[int, float]
+    most: int = 2 * ARENA
+    asked: list[int] = dataclasses.field(default_factory=list)
+
+    def seconds(
+        self, arguments: Sequence[Any], results: Sequence[Any], beside_bytes: int
+    ) -> float | None:
+        there = [
+            size
+            for size, result in zip(SIZES[1:], results[1:], strict=True)
+            if not is_on_host(result)
+        ]
+        self.asked.append(sum(there))
+        return self.takes.get(sum(there))
+
+    def most_bytes(self, arguments: Sequence[Any]) -> int:
+        return self.most
+
+
+def staying(later: Later | None, **more: int) -> list[int]:
+    part = Part((0, None, None, None, None, None), later=later, **more)
+    away = residuals.away(part, TYPES, [], jax.devices()[0], ARENA)
+    return sorted(SIZES[i] for i in part.residuals if i not in away)
+
+
+def test_all_stay_where_all_that_comes_after_fits_with_them():
+    later = Later({}, most=ARENA)
+    assert staying(later) == [1, 2, 3, 5, 6]
+    assert not later.asked
+
+
+@pytest.mark.parametrize(
+    ("takes", "found", "asked"),
+    [
+        # Of 7/8 of the budget, a half, a quarter and nothing: 11, 6, 3 and 0.
+        ({11: 1.0, 6: 1.0}, [1, 2, 3, 5], [11, 6]),
+        ({11: 1.0, 6: 0.98}, [1, 2, 3, 5], [11, 6]),
+        ({11: 1.0, 6: 0.9, 3: 0.9}, [1, 2, 3], [11, 6, 3]),
+        ({11: 1.0, 6: 0.9, 3: 0.8, 0: 0.7}, [], [11, 6, 3, 0]),
+        ({3: 1.0, 0: 2.0}, [1, 2], [11, 6, 3, 0]),
+        ({3: 1.0}, [1, 2], [11, 6, 3, 0]),
+        ({}, [], [11, 6, 3]),  # there is nothing else to do
+    ],
+)
+def test_as_many_stay_as_the_part_after_it_is_fastest_with(
+    takes: Mapping[int, float], found: list[int], asked: list[int]
+):
+    later = Later(takes)
+    assert staying(later) == found
+    assert later.asked == asked
+
+
+def test_a_quarter_stays_where_nothing_is_known_of_what_comes_after():
+    assert staying(None) == [1, 2]
+
+
+def test_others_take_their_room():
+    assert staying(Later({3: 1.0}), residual_bytes=1000 * 4096) == [1, 2]
+    assert staying(None, residual_bytes=ARENA) == []

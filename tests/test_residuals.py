@@ -44,8 +44,9 @@ class Later:
         return self.most
 
 
-def staying(later: Later | None, **more: int) -> list[int]:
-    part = Part((0, None, None, None, None, None), later=later, **more)
+def staying(later: Later | None, residual_bytes: int = 0) -> list[int]:
+    groups = 0, None, None, None, None, None
+    part = Part(groups, later=later, residual_bytes=residual_bytes)
     away = residuals.away(part, TYPES, [], jax.devices()[0], ARENA)
     return sorted(SIZES[i] for i in part.residuals if i not in away)
 

@@ -31,6 +31,9 @@ FRACTION = "XLA_CLIENT_MEM_FRACTION"
 FRACTION_DEFAULT = 0.75
 ALLOCATOR = "XLA_PYTHON_CLIENT_ALLOCATOR"
 PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
+TUNABLES = "GLIBC_TUNABLES"
+HUGE_PAGES = "glibc.malloc.hugetlb"
+FIRST_WITH_HUGE_PAGES = (2, 35)  # of glibc
 MOST_OF_THE_CARD = 0.9  # above this share, fragments no longer fit between the rest
 LINK_SIZES = (1 * MIB, 8 * MIB, 64 * MIB)
 LINK_REPEATS = 5
@@ -64,6 +67,8 @@ def examine(environ: Mapping[str, str] | None = None) -> list[Finding]:
     findings += [*host_memory(host_bytes), *accelerator(devices[0].platform)]
     for device in devices:
         findings += [*memory(device)]
+    if devices[0].platform == "cpu":
+        findings += [*pages(environ)]
     if devices[0].platform == "gpu":
         findings += [*allocator(environ), *pinned_limit(environ, host_bytes)]
     if {"device", "pinned_host"} <= memory_kinds(devices[0]):
@@ -149,6 +154,31 @@ def memory(device: Device) -> Iterator[Finding]:
     yield Finding(
         f"memories {device.id}", ", ".join(sorted(kinds)), advice if missing else ""
     )
+
+
+def pages(
+    environ: Mapping[str, str],
+    kernel: pathlib.Path = pathlib.Path("/sys/kernel/mm/transparent_hugepage/enabled"),
+    libc: tuple[str, str] | None = None,
+) -> Iterator[Finding]:
+    """Where the CPU is the device: whether large arrays get large pages of memory."""
+    name, version = platform.libc_ver() if libc is None else libc
+    try:
+        chosen = re.search(r"\[(\w+)\]", kernel.read_text(encoding="utf-8"))
+    except OSError:
+        chosen = None
+    if name != "glibc" or _numbers(version) < FIRST_WITH_HUGE_PAGES or chosen is None:
+        return
+    asked = HUGE_PAGES in environ.get(TUNABLES, "")
+    advice = ""
+    if chosen[1] == "madvise" and not asked:
+        advice = (
+            f"Arrays of tens of MiB come in pages of 4 KiB each time they are made, which"
+            f" may take as long as computing them. Before Python starts, set"
+            f" {TUNABLES}={HUGE_PAGES}=1; `jax.jit` gains by it, too."
+        )
+    found = f"large ones of the kernel: {chosen[1]}{', asked for' if asked else ''}"
+    yield Finding("pages", found, advice)
 
 
 def memory_kinds(device: Device) -> set[str]:

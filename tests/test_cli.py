@@ -186,6 +186,41 @@ def test_allocator_settings_are_judged(environ: dict[str, str], advice: list[str
 
 
 @pytest.mark.parametrize(
+    ("setting", "libc", "environ", "found"),
+    [
+        ("always [madvise] never", ("glibc", "2.36"), {}, [f"{doctor.HUGE_PAGES}=1"]),
+        ("always [madvise] never", ("glibc", "2.36"), {"GLIBC_TUNABLES": "a=1"}, ["set"]),
+        (
+            "always [madvise] never",
+            ("glibc", "2.36"),
+            {"GLIBC_TUNABLES": "a=1:glibc.malloc.hugetlb=1"},
+            [""],
+        ),
+        ("[always] madvise never", ("glibc", "2.36"), {}, [""]),
+        ("always madvise [never]", ("glibc", "2.36"), {}, [""]),
+        ("always [madvise] never", ("glibc", "2.31"), {}, []),
+        ("always [madvise] never", ("", ""), {}, []),
+        (None, ("glibc", "2.36"), {}, []),
+    ],
+)
+def test_large_pages_are_asked_for_where_the_kernel_has_them(
+    tmp_path: pathlib.Path,
+    setting: str | None,
+    libc: tuple[str, str],
+    environ: dict[str, str],
+    found: list[str],
+):
+    kernel = tmp_path / "enabled"
+    if setting is not None:
+        kernel.write_text(setting)
+    findings = list(doctor.pages(environ, kernel, libc))
+    assert len(findings) == len(found)
+    for finding, expected in zip(findings, found, strict=True):
+        assert expected in finding.advice
+        assert bool(expected) == bool(finding.advice)
+
+
+@pytest.mark.parametrize(
     ("environ", "host_gib", "advice"),
     [
         ({}, 70, ""),

@@ -115,6 +115,29 @@ def test_tasks_that_were_cut_again_count_as_compiled():
     assert (other.compiled, other.reused) == (0, other.distinct)
 
 
+def test_what_was_compiled_to_cut_a_function_otherwise_counts(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    compiled: list[int] = []
+    real = executables._compile_in_parallel
+
+    def compile_in_parallel(tasks: Any, how: Any) -> Any:
+        compiled.append(len(tasks))
+        return real(tasks, how)
+
+    monkeypatch.setattr(executables, "_compile_in_parallel", compile_in_parallel)
+
+    def kernel(x: Any, v: Any) -> Any:
+        return jnp.exp(-jnp.sum(jnp.square(x[:, None] - x[None]), axis=-1)) @ v
+
+    x, v = np.ones((512, 3), np.float32), np.ones((512, 64), np.float32)
+    gpu_bytes = unconstrained_peak(kernel, x, v) // 3
+    report = jturnip.jit(kernel, gpu_bytes).lower(x, v).compile().compile_report
+    assert report.compiled == sum(compiled)
+    assert report.reused == 0
+    assert report.compiled > report.distinct  # as it is, it does not fit
+
+
 def test_a_report_is_one_line():
     report = CompileReport(distinct=42, compiled=17, reused=20, cached=5, seconds=1.25)
     assert report.summary() == (

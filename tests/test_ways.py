@@ -124,12 +124,12 @@ def test_a_loop_that_is_in_the_way_is_compiled_once(monkeypatch: pytest.MonkeyPa
     kept: list[Any] = []
     compile_groups = splitting._compile
 
-    def counting(flat: FlatJaxpr, groups: Sequence[Group], *rest: Any) -> Any:
+    def counting(flat: FlatJaxpr, groups: Sequence[Group], *rest: Any, **more: Any) -> Any:
         for e in (flat.equations[i] for g in groups for i in g.equations):
             if e.name in ("scan", "while"):
                 kept.append(e.origin)
                 compiled[id(e.origin)] += 1
-        return compile_groups(flat, groups, *rest)
+        return compile_groups(flat, groups, *rest, **more)
 
     monkeypatch.setattr(splitting, "_compile", counting)
 

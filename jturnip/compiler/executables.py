@@ -29,7 +29,7 @@ from jturnip.compat import Device
 from jturnip.compiler import profiles
 from jturnip.compiler.origin import Origin, compile_lowered
 from jturnip.compiler.progress import progress_bar
-from jturnip.compiler.report import CompileReport
+from jturnip.compiler.report import CompileReport, Spent
 from jturnip.compiler.trials import known_times, may_be_tried
 from jturnip.frontend import costs
 from jturnip.frontend.hints import calls_out
@@ -115,6 +115,7 @@ def compile_groups(
     how: How,
     earlier: Compiled | None = None,
     most: float = math.inf,
+    spent: Spent | None = None,
 ) -> Compiled:
     """Compiles the distinct tasks among `groups`.
 
@@ -124,6 +125,7 @@ def compile_groups(
       how: for what, and in what way.
       earlier: what was compiled before for the same function, cut otherwise.
       most: so many new ones may be compiled, with those of `earlier`.
+      spent: what was compiled for the same function in any way; grows.
 
     Raises:
       TooManyTasks: there would be more.
@@ -156,12 +158,16 @@ def compile_groups(
         _CACHE[key] = executables[index]
     made = (*(earlier.made if earlier is not None else ()), *new)
     ours = set(map(id, made))
+    seconds = time.perf_counter() - began
+    if spent is not None:
+        spent.add(new, cached, seconds)
+        ours.update(map(id, spent.executables))
     report = CompileReport(
         distinct=len(executables),
         compiled=len(new) - cached,
         reused=sum(id(e) not in ours for e in executables),
         cached=cached,
-        seconds=time.perf_counter() - began,
+        seconds=seconds,
     )
     if earlier is not None:
         report = report.after(earlier.report)

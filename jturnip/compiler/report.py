@@ -1,6 +1,9 @@
 """What it took to make a function's executables, as a record."""
 
-from dataclasses import dataclass, replace
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -10,13 +13,14 @@ class CompileReport:
     # Distinct executables that the function runs.
     distinct: int
     # Compiled by XLA just now. Some may be given up since: a whole function that does not
-    # fit, or a task that its workspace makes too large and that is cut again.
+    # fit, a task that its workspace makes too large and that is cut again, or all of those
+    # that another way to cut the function would have had.
     compiled: int
     # Of `distinct`, those that the process had before.
     reused: int
     # Found in JAX's persistent cache; given up since or not, as above.
     cached: int
-    # From the first lowering to the last executable.
+    # Spent on lowering and compiling them.
     seconds: float
 
     def after(self, earlier: "CompileReport") -> "CompileReport":
@@ -43,4 +47,30 @@ class CompileReport:
         return (
             f"{self.distinct} executables: {self.compiled} compiled, {self.reused} re-used,"
             f" {self.cached} from JAX's persistent cache; {self.seconds:.3f} s"
+        )
+
+
+@dataclass(slots=True)
+class Spent:
+    """What was compiled for one function so far, in whichever ways it was cut."""
+
+    compiled: int = 0
+    cached: int = 0
+    seconds: float = 0.0
+    # The executables, as long as they live.
+    executables: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+
+    def add(self, new: Iterable[Any], cached: int, seconds: float) -> None:
+        """So many seconds were spent on new executables, some of which were in JAX's
+        persistent cache."""
+        new = tuple(new)
+        self.executables.update(new)
+        self.compiled += len(new) - cached
+        self.cached += cached
+        self.seconds += seconds
+
+    def in_all(self, report: CompileReport) -> CompileReport:
+        """The report on the executables that the function runs, with all that was spent."""
+        return replace(
+            report, compiled=self.compiled, cached=self.cached, seconds=self.seconds
         )

@@ -610,6 +610,7 @@ def _straight(
         how.accelerator,
         None if how.thorough else how.needs,
         most,
+        how.spent,
     )
     if how.trials is not None:
         split = planning.measure(split, how.trials)

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from jturnip.compiler.executables import Executable
-from jturnip.compiler.report import CompileReport
+from jturnip.compiler.report import CompileReport, Spent
 from jturnip.compiler.trials import Trials
 from jturnip.frontend import tables
 from jturnip.frontend.effort import Effort
@@ -101,6 +101,7 @@ class How:
     needs: Needs = field(default_factory=Needs, compare=False, hash=False)
     effort: Effort = field(default_factory=Effort, compare=False, hash=False)
     executables: list[Any] = field(default_factory=list, compare=False, hash=False)
+    spent: Spent = field(default_factory=Spent, compare=False, hash=False)
 
     # How the function's results belong together; of what is inside it, nothing is known.
     returned: Returned = NOTHING_KNOWN

@@ -8,6 +8,7 @@ from jturnip import compat
 from jturnip.compat import Device
 from jturnip.compiler import executables as compiler
 from jturnip.compiler.executables import Executable
+from jturnip.compiler.report import Spent
 from jturnip.errors import DoesNotFit
 from jturnip.frontend.overwriting import with_overwriting
 from jturnip.frontend.partition import Group, Partitioner
@@ -56,6 +57,7 @@ def split(
     accelerator: Accelerator | None = None,
     needs: Needs | None = None,
     most: float = math.inf,
+    spent: Spent | None = None,
 ) -> Split:
     """Cuts a function into tasks that fit in a budget, and compiles them.
 
@@ -75,6 +77,7 @@ def split(
         Where one needs too much, that is the end; without it, all is cut as fine as it can
         be then, and the refusal asks for what that takes.
       most: so many executables may be compiled for it.
+      spent: what was compiled for the function in any way; grows.
 
     Raises:
       TooManyTasks: more would have to be.
@@ -87,7 +90,7 @@ def split(
     there = values_that_stay(flat, arguments)
     partitioner = Partitioner(flat, rates(device, accelerator), there)
     left = arena - sum(padded(flat.types[v].nbytes) for v in there)
-    _refuse_early(flat, partitioner, arguments, budget, left, used)
+    _refuse_early(flat, partitioner, arguments, budget, left, used, spent)
     if needs is not None:
         finest_groups = lambda: _finest(flat, partitioner, arguments)
         needs.refuse(flat, partitioner, budget, left, finest_groups)
@@ -96,7 +99,7 @@ def split(
     compiled, times = None, 0
     while True:
         groups = with_overwriting(flat, groups, staying)
-        compiled = _compile(flat, groups, arguments, compiled, most)
+        compiled = _compile(flat, groups, arguments, compiled, most, spent)
         used += compiled.executables
         graph, buffers = build(flat, groups, arguments, compiled, to_host, accelerator)
         if smallest_budget(graph) <= arena:
@@ -262,6 +265,7 @@ def _refuse_early(
     budget: Budget,
     left: int,
     used: list[Executable],
+    spent: Spent | None,
 ) -> None:
     """Refuses a hopeless budget after compiling the largest equations only; so many bytes
     are left beside what is on the device all the time."""
@@ -276,7 +280,7 @@ def _refuse_early(
     # Workspace adds to what a task needs: the hungriest with it is likely among these.
     most = max(sizes)
     hungry = [g for g, size in zip(finest, sizes, strict=True) if size * 3 >= most]
-    compiled = _compile(flat, hungry, arguments)
+    compiled = _compile(flat, hungry, arguments, spent=spent)
     used += compiled.executables
     graph, _ = build(flat, hungry, arguments, compiled)
     raise _refusal(graph, budget, arguments.device)
@@ -296,7 +300,8 @@ def _compile(
     arguments: Arguments,
     earlier: compiler.Compiled | None = None,
     most: float = math.inf,
+    spent: Spent | None = None,
 ) -> compiler.Compiled:
     device = arguments.device if arguments.committed else None
     how = compiler.How(device, compat.trace_context(), arguments.compiler_options)
-    return compiler.compile_groups(flat, groups, how, earlier, most)
+    return compiler.compile_groups(flat, groups, how, earlier, most, spent)

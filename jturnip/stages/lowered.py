@@ -13,7 +13,7 @@ import jax
 
 from jturnip import compat, memory, placement
 from jturnip.compiler.executables import compile_whole
-from jturnip.compiler.report import CompileReport
+from jturnip.compiler.report import CompileReport, Spent
 from jturnip.compiler.trials import Trials
 from jturnip.errors import DoesNotFit, HostMemoryError, UnsupportedError
 from jturnip.frontend.effort import Effort
@@ -115,6 +115,8 @@ class Lowered:
         self._link: SimulatedLink | Link | None = options.link
         # What was compiled for predictions: the next needs most of it again.
         self._of_prediction: list[Any] = []
+        # What was compiled for it, in whichever ways it was cut.
+        self._spent = Spent()
         # What was compiled before the function was refused.
         self._of_refusal: list[Any] = []
         self._lock = threading.RLock()
@@ -505,6 +507,7 @@ class Lowered:
             returned=returned,
             accelerator=self._accelerator,
             any_plan=self._any_plan,
+            spent=self._spent,
             effort=Effort(patience=_PATIENCE if self._is_asked else 1.0),
         )
 
@@ -764,7 +767,8 @@ class Lowered:
         if program is None:
             assert whole is not None
             return whole
-        return program.report if whole is None else program.report.after(whole)
+        report = self._spent.in_all(program.report)
+        return report if whole is None else report.after(whole)
 
 
 def _again(

@@ -87,6 +87,22 @@ class Seen:
         return self.made[key][1]
 
 
+@dataclass(slots=True)
+class Passes:
+    """What is known of one function, by how it is inlined."""
+
+    _seen: dict[tuple[str, float], Seen] = field(default_factory=dict)
+
+    def seen(self, platform: str, largest_fft: float = math.inf) -> Seen:
+        """What is known of it so, which grows."""
+        key = platform, largest_fft
+        return self._seen.setdefault(key, Seen(*key))
+
+    def clear(self) -> None:
+        """Forgets all."""
+        self._seen.clear()
+
+
 def streamed(
     flat: FlatJaxpr, streaming: Streaming, forwarded: Forwarded, seen: Seen
 ) -> FlatJaxpr:

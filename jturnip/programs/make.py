@@ -165,7 +165,7 @@ def _tries(
     device = arguments.device
     arena, expected = budget.arena(device), rates(device, how.accelerator)
     largest_fft = arena // _OF_ONE_FFT if how.axes else math.inf
-    seen = Seen(compat.lowering_platform(device), largest_fft)
+    seen = how.passes.seen(compat.lowering_platform(device), largest_fft)
     flat = flatten(closed, forwarded, None, condition, seen)
     loops_stay = takes_apart = how.streams and not how.finest
     in_blocks = iter(())
@@ -336,7 +336,7 @@ def or_in_blocks(
     computing = sum(task.seconds for task in tasks)
     waits = made.plan.predicted_seconds > _WAITS * computing
     waits = waits and not _moves_little(made.plan, made.flat)
-    seen = Seen(platform=compat.lowering_platform(arguments.device))
+    seen = how.passes.seen(compat.lowering_platform(arguments.device))
     flat = flatten(closed, forwarded, None, None, seen)
     loops = [e for e in flat.equations if any(True for _ in costs.nested(e.origin))]
     apart = bool(loops) and len(made.flat.equations) > len(flat.equations)

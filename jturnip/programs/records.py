@@ -20,6 +20,7 @@ from jturnip.compiler.trials import Trials
 from jturnip.frontend import tables
 from jturnip.frontend.effort import Effort
 from jturnip.frontend.partition import Group
+from jturnip.frontend.streaming import Passes
 from jturnip.frontend.values import FlatJaxpr, Parts, Window
 from jturnip.graph.plan import Plan
 from jturnip.graph.taskgraph import BufferId, TaskGraph
@@ -102,6 +103,7 @@ class How:
     effort: Effort = field(default_factory=Effort, compare=False, hash=False)
     executables: list[Any] = field(default_factory=list, compare=False, hash=False)
     spent: Spent = field(default_factory=Spent, compare=False, hash=False)
+    passes: Passes = field(default_factory=Passes, compare=False, hash=False)
 
     # How the function's results belong together; of what is inside it, nothing is known.
     returned: Returned = NOTHING_KNOWN

@@ -18,11 +18,12 @@ from jturnip.runtime.schedule import Link
 
 
 # As many changes are tried as take about so many times what a call is predicted to take, by
-# what it takes to plan and simulate one task (a guess); none where these are too few, and
-# no more than are of use.
+# what it takes to plan and simulate one task (a guess); none where these are too few, also
+# for so many tasks, and no more than are of use.
 _CALLS = 3
-_SECONDS_A_TASK = 80e-6
+_SECONDS_A_TASK = 160e-6
 _FEWEST, _MOST = 5, 200
+_TASKS_A_CHANGE = 50
 # What is found must take less than this share of the time before.
 _WORTH = 0.99
 
@@ -48,7 +49,7 @@ def better_order(
     least = least_seconds(graph, arena, *rates)
     seconds = _SECONDS_A_TASK * len(graph.tasks)
     tries = min(_MOST, int(_CALLS * begin.run.seconds / seconds)) if seconds else 0
-    if tries < _FEWEST:
+    if tries < max(_FEWEST, len(graph.tasks) // _TASKS_A_CHANGE):
         return None
     places, at_random = _Places(graph), random.Random(0)
     # Those that read and write much decide what the link does when.

@@ -20,7 +20,7 @@ from jturnip.frontend.effort import Effort
 from jturnip.frontend.flatten import flatten
 from jturnip.frontend.inline import pruned_arguments
 from jturnip.frontend.loops import LOOPS_AND_BRANCHES
-from jturnip.frontend.streaming import Seen
+from jturnip.frontend.streaming import Passes
 from jturnip.frontend.values import FlatJaxpr, Type
 from jturnip.graph.plan import Plan
 from jturnip.hardware import Accelerator, HostLink, accelerator, host_link
@@ -90,13 +90,14 @@ class Lowered:
         if options.part is not None:
             self._wanted = self._with_residuals_away(options.part, arguments)
         self._refusal: UnsupportedError | None = None
+        self._passes = Passes()
         self._flat: FlatJaxpr | None = None
         # Of the whole function, also where it does not fit.
         self._whole_report: CompileReport | None = None
         try:
             platform = compat.lowering_platform(arguments.device)
             self._flat = flatten(
-                traced.jaxpr, _forwardable(arguments), seen=Seen(platform=platform)
+                traced.jaxpr, _forwardable(arguments), seen=self._passes.seen(platform)
             )
         except UnsupportedError as error:
             self._refusal = error
@@ -401,6 +402,7 @@ class Lowered:
             self._of_refusal = how.executables
             raise self._at_most_whole(refusal) from None
         finally:
+            self._passes.clear()
             how.known.clear()  # it knows itself, and by the trials this function
             how.needs.clear()
 
@@ -508,6 +510,7 @@ class Lowered:
             accelerator=self._accelerator,
             any_plan=self._any_plan,
             spent=self._spent,
+            passes=self._passes,
             effort=Effort(patience=_PATIENCE if self._is_asked else 1.0),
         )
 

@@ -26,7 +26,7 @@ from jturnip.frontend.loops import LOOPS_AND_BRANCHES, bytes_for_one_branch
 from jturnip.frontend.memory_model import inner_bytes
 from jturnip.frontend.streaming import Seen
 from jturnip.frontend.tables import loops_read_rows
-from jturnip.frontend.values import Equation, FlatJaxpr
+from jturnip.frontend.values import Equation, FlatJaxpr, called
 from jturnip.graph.plan import Plan
 from jturnip.placement import Arguments, Budget, Returned, Whose
 from jturnip.programs import attempts, places, planning, splitting
@@ -336,12 +336,14 @@ def or_in_blocks(
     computing = sum(task.seconds for task in tasks)
     waits = made.plan.predicted_seconds > _WAITS * computing
     waits = waits and not _moves_little(made.plan, made.flat)
+    if len(tasks) > _SOME_TASKS or not (waits or _has_bodies(closed)):
+        return made
     seen = how.passes.seen(compat.lowering_platform(arguments.device))
     flat = flatten(closed, forwarded, None, None, seen)
     loops = [e for e in flat.equations if any(True for _ in costs.nested(e.origin))]
     apart = bool(loops) and len(made.flat.equations) > len(flat.equations)
     scans = apart and has_loops_with_axes(flat, budget.arena(arguments.device))
-    if len(tasks) > _SOME_TASKS or not (scans or (waits and not loops)):
+    if not (scans or (waits and not loops)):
         return made
     found = [made]
     for ways in itertools.islice(_ways(flat, arguments, budget, how), _WAYS_BESIDE):
@@ -352,6 +354,15 @@ def or_in_blocks(
                 found.append(_straight(cut, arguments, budget, how, to_host))
     found = [m for m in found if m is made or _may_be_called_again(m, budget, how.returned)]
     return min(found, key=lambda made: made.plan.predicted_seconds)
+
+
+def _has_bodies(closed: Any) -> bool:
+    """Whether something of a jaxpr is a loop, a branch or the like."""
+    for eqn in getattr(closed, "jaxpr", closed).eqns:
+        bodies = list(costs.nested(eqn))
+        if bodies and (called(eqn) is None or any(map(_has_bodies, bodies))):
+            return True
+    return False
 
 
 def _may_be_called_again(

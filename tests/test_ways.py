@@ -244,6 +244,13 @@ def test_what_takes_more_to_compile_is_made_only_where_there_is_much_to_gain(
     assert len(most) == 4  # that were looked at
 
 
+def test_what_differs_in_the_number_of_blocks_only_is_not_made():
+    task = types.SimpleNamespace(seconds=1.0, bytes_accessed=200, inputs=(0,), outputs=(0,))
+    some = compared(MUCH, tasks=[task])
+    some.look(iter(ways_of(20, 20, 19)))
+    assert lengths(some) == [20, 19]
+
+
 def test_few_executables_may_always_be_compiled():
     task = types.SimpleNamespace(seconds=1.0, bytes_accessed=200, inputs=(0,), outputs=(0,))
     some = compared(MUCH, tasks=[task])

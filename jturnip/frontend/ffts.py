@@ -11,11 +11,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jturnip.frontend.values import Type
 
-def one_by_one(eqn: Any) -> Any:
+
+def one_by_one(eqn: Any, largest: float) -> Any:
     """An `fft` over several dimensions as a jaxpr of ones over a single one, of the same
-    operand; None for any other equation. Source: `jax/_src/lax/fft.py`."""
+    operand; None for any other equation, and for one that gives no more than `largest`
+    bytes. Source: `jax/_src/lax/fft.py`."""
     if eqn.primitive.name != "fft" or len(eqn.params["fft_lengths"]) < 2:
+        return None
+    if Type.of(eqn.outvars[0].aval).nbytes <= largest:
         return None
     operand = eqn.invars[0].aval
     kind, lengths = eqn.params["fft_type"], tuple(eqn.params["fft_lengths"])

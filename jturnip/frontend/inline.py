@@ -135,7 +135,7 @@ class _Inliner:
         if eqn.primitive.name == "custom_linear_solve":
             return self._solved(eqn, operands, calls)
         _check(eqn, calls)
-        expanded = compat.expanded(eqn) or self._one_by_one(eqn)
+        expanded = compat.expanded(eqn) or ffts.one_by_one(eqn, self._largest_fft)
         if expanded is not None:
             return self.call(expanded, operands, (*calls, eqn))
         chosen = self._chosen(eqn)
@@ -159,12 +159,6 @@ class _Inliner:
             if platforms is None or self._platform in platforms:
                 return branch
         return None
-
-    def _one_by_one(self, eqn: Any) -> Any:
-        if eqn.primitive.name != "fft":
-            return None
-        nbytes = Type.of(eqn.outvars[0].aval).nbytes
-        return ffts.one_by_one(eqn) if nbytes > self._largest_fft else None
 
     def _solved(
         self, eqn: Any, operands: Sequence[Atom], calls: tuple[Any, ...]

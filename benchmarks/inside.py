@@ -16,14 +16,13 @@ from jturnip.stages import Compiled, Lowered
 
 def one_task_per_equation(lowered: Lowered) -> Compiled:
     """Compiles a function so that nothing is grouped; its strategy must be named."""
-    lowered._finest = True
-    return lowered.compile()
+    asked = dataclasses.replace(lowered._asked, finest=True, keeps=False)
+    return Lowered(asked).compile()
 
 
 def keeping_nothing(lowered: Lowered) -> Lowered:
     """The same, that keeps nothing on the device between calls."""
-    lowered._has_own_budget = False
-    return lowered
+    return Lowered(dataclasses.replace(lowered._asked, keeps=False))
 
 
 def split_runner(compiled: Compiled) -> Any:
@@ -40,14 +39,15 @@ def runs(compiled: Compiled, leaves: Sequence[Any]) -> Callable[[], Any]:
 
 def executable_count(lowered: Lowered) -> int:
     """How many distinct executables the tasks of a split function have."""
-    program: Any = lowered._program
+    program: Any = lowered._budgeted.program
     return len(program.split.executables)
 
 
 def measured_graph(lowered: Lowered) -> tuple[TaskGraph, int] | None:
     """The tasks of a function that is one plan, with measured times, in the order of the
     program and each once, and the bytes it has for them; None of a function in pieces."""
-    program = lowered._measured_program(lowered._trials())
+    budgeted = lowered._budgeted
+    program = budgeted.measured_program(budgeted.trials())
     if not isinstance(program, Straight):
         return None
     return in_program_order(program.split).graph, program.plan.memgraph.gpu_bytes
@@ -55,7 +55,7 @@ def measured_graph(lowered: Lowered) -> tuple[TaskGraph, int] | None:
 
 def forget_times(lowered: Lowered) -> None:
     """Has the tasks of a split function measured again when it is next asked for."""
-    programs: list[Any] = [lowered._program]
+    programs: list[Any] = [lowered._budgeted.program]
     while programs:
         program = programs.pop()
         if hasattr(program, "split"):

@@ -168,8 +168,13 @@ def compared(kind: str, seed: int, seconds: float = 20.0, workers: int = 2) -> R
     every = [*plans, found.memgraph]
     moved = min(sum(figures.moved_bytes(graph, p)) for p in every)
     most = int(min(found.run.seconds, in_order))
-    shortest = exact.shortest_time(graph, budget, UNIT, most, seconds, workers)
-    fewest = exact.fewest_bytes(graph, budget, moved, seconds, workers)
+    try:
+        shortest = exact.shortest_time(graph, budget, UNIT, most, seconds, workers)
+        fewest = exact.fewest_bytes(graph, budget, moved, seconds, workers)
+    except ValueError as error:
+        raise AssertionError(
+            f"{kind} {seed}: no plan of {most}, or of any time, in {budget} B"
+        ) from error
     bound = least_seconds(graph, budget, UNIT, UNIT)
     assert bound <= shortest.found * (1 + 1e-9), f"{kind} {seed}: the bound is no bound"
     assert fewest.least <= moved, f"{kind} {seed}: a plan moves less than possible"

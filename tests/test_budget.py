@@ -31,7 +31,7 @@ from jturnip.models import llama
 from jturnip.placement import Returned
 from jturnip.planner.strategies import STRATEGIES
 from jturnip.programs import attempts, bounds, planning
-from jturnip.stages import lowered
+from jturnip.stages import budgeted
 
 
 X = np.ones((128, 128), np.float32)
@@ -313,7 +313,7 @@ def wholes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         seen.append(1)
         return real(*about)
 
-    monkeypatch.setattr(lowered, "whole_bytes", whole_bytes)
+    monkeypatch.setattr(budgeted, "whole_bytes", whole_bytes)
     return seen
 
 
@@ -339,7 +339,7 @@ def llama_split(count: int, fn: Callable[..., Any], budget_of: Callable[[int], i
     nbytes = sum(leaf.size * 4 for leaf in jax.tree.leaves(params))
     bound = functools.partial(fn, config)
     lowered = jturnip.jit(bound, budget_of(nbytes)).lower(params, tokens)
-    return lowered._program.split
+    return lowered._budgeted.program.split
 
 
 def llama_gradient(config: Any, params: Any, tokens: Any) -> Any:

@@ -91,14 +91,14 @@ def test_a_whole_that_was_tried_and_does_not_fit_counts_as_compiled():
 
 
 def test_tasks_that_were_cut_again_count_as_compiled():
-    function = lowered()
-    partitioner = Partitioner(function._flat, rates(jax.devices()[0]))
+    flat: Any = lowered()._budgeted.flattened.flat
+    partitioner = Partitioner(flat, rates(jax.devices()[0]))
 
     def compile_groups(most_bytes: int, earlier: Any = None) -> Any:
         groups = partitioner.partition(most_bytes)
         context = compat.trace_context()
         return executables.compile_groups(
-            function._flat, groups, executables.How(None, context), earlier
+            flat, groups, executables.How(None, context), earlier
         )
 
     coarse = compile_groups(10**9)

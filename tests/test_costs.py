@@ -89,7 +89,7 @@ def test_numbers_that_are_operands_change_no_answer(fn: Callable[..., Any]):
 def test_a_number_that_is_the_same_everywhere_stays_in_the_program():
     fn = lambda x, weights: [x := jnp.tanh(x @ w) * 0.5 for w in weights][-1]
     lowered = jturnip.jit(fn, TIGHT, strategy="turnip").lower(X, jturnip.host(layers(8)))
-    assert all(numbers == () for numbers in lowered._program.split.numbers)
+    assert all(numbers == () for numbers in lowered._budgeted.program.split.numbers)
 
 
 def test_numbers_of_64_bits_pass_whatever_the_setting_is_then():

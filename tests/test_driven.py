@@ -284,7 +284,7 @@ def test_room_is_left_for_what_a_loop_may_take_in_any_order():
     after = [jturnip.host(normal(256, 64)) for _ in range(12)]
     budget = 1677721
     lowered = jturnip.jit(fn, budget).lower(carry, in_loop, after, 5)
-    program = lowered._with_kept(lowered._program)
+    program = lowered._budgeted.with_kept(lowered._budgeted.program)
     (stage,) = [s for s in program.stages if isinstance(s.program, Loop)]
     reach = max(figures.reach_bytes(p.plan.memgraph) for p in straight_parts(stage.program))
     kept = program.plan.kept_bytes

@@ -295,7 +295,7 @@ def test_a_task_that_calls_out_is_over_when_its_callback_is():
         return x
 
     weights, x = jturnip.host([np.eye(128, dtype=np.float32)] * 8), jnp.ones((128, 128))
-    split = jturnip.jit(fn, 300_000).lower(weights, x)._program.split
+    split = jturnip.jit(fn, 300_000).lower(weights, x)._budgeted.program.split
     for task, group in zip(split.graph.tasks, split.groups, strict=True):
         names = {split.flat.equations[e].name for e in group.equations}
         marked = split.executables[task.executable].marked

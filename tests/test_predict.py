@@ -25,6 +25,7 @@ from jturnip.planner.strategies import STRATEGIES
 from jturnip.programs import calibration
 from jturnip.programs.devices import link_of
 from jturnip.runtime.schedule import Link
+from jturnip.stages import prediction
 from jturnip.stages.lowered import Lowered
 
 
@@ -289,8 +290,9 @@ def test_unknown_names_are_refused():
 def test_what_was_compiled_for_one_device_is_used_for_the_next():
     function = lowered()
     function.predict("T4")
-    again = function._elsewhere(accelerator("H200"), host_link("PCIe 5 x16"))
-    program = again._make_program(used=function._of_prediction)
+    device, link = accelerator("H200"), host_link("PCIe 5 x16")
+    again = prediction.elsewhere(function._budgeted, device, link)
+    program = again.made(used=function._of_prediction)
     assert program.report.compiled == 0
 
 

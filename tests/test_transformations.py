@@ -227,7 +227,7 @@ def test_what_is_only_asked_for_a_plan_looks_for_no_budget(
 
     monkeypatch.setattr(Later, "seconds", seconds)
     unwanted = lambda *_: pytest.fail("a budget that works was looked for")
-    monkeypatch.setattr("jturnip.stages.lowered.refusal_that_is_true", unwanted)
+    monkeypatch.setattr("jturnip.stages.budgeted.refusal_that_is_true", unwanted)
     f = jturnip.jit(loss, 12 * MATRIX)
     jax.grad(f)(weights, jnp.ones((4 * WIDTH, WIDTH)) / WIDTH)
     assert asked[0] is None

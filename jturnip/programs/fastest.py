@@ -41,10 +41,12 @@ _ROUNDS = 3
 CLEARLY = 0.97
 
 # Planning is most of what many layers take until their first result, and most plans are
-# not the fastest. So of a strategy with numbers only so many are tried if the best of these
-# takes so many times as long as the best plan so far; what the paper's strategy makes is
-# held in order only if it is the fastest; and in another order of the tasks the second
-# strategy is planned only where the first is faster than in that of the program.
+# not the fastest. So of more than a few tasks some are left out: of a strategy with numbers
+# only so many are tried if the best of these takes so many times as long as the best plan
+# so far; what the paper's strategy makes is held in order only if it is the fastest; and in
+# another order of the tasks the second strategy is planned only where the first is faster
+# than in that of the program.
+_FEW_TASKS = 32
 _FIRST_WAYS = 2
 _HOPELESS = 1.25
 
@@ -119,11 +121,13 @@ def fastest(
     best: Found | None = None
     of_order: dict[str, float] = {}
     for tasks, order, strategy in _promising(graph, arena):
-        if strategy == "fixed_order" and best is not None and best.strategy != "turnip":
-            continue
-        if order and order in of_order and of_order[order] >= of_order[""]:
-            continue
-        enough = math.inf if best is None else _HOPELESS * best.seconds
+        enough = math.inf
+        if len(graph.tasks) > _FEW_TASKS and best is not None:
+            if strategy == "fixed_order" and best.strategy != "turnip":
+                continue
+            if order and order in of_order and of_order[order] >= of_order[""]:
+                continue
+            enough = _HOPELESS * best.seconds
         found = plan_by(graph, arena, strategy, link, tasks, order, host_bytes, enough)
         first = first or found
         of_order.setdefault(order, found.seconds)

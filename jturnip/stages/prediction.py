@@ -7,14 +7,17 @@ from typing import Any
 
 import jax
 
+from jturnip import placement
 from jturnip.compiler.executables import Executable
 from jturnip.compiler.trials import Trials, may_be_tried, try_out
 from jturnip.frontend.values import Type
 from jturnip.graph.plan import Plan
 from jturnip.graph.report import RunReport
-from jturnip.hardware import Accelerator
+from jturnip.hardware import Accelerator, HostLink
+from jturnip.programs.devices import link_of, rates
 from jturnip.programs.expected import seconds_on
 from jturnip.runtime.schedule import Link
+from jturnip.stages.budgeted import Budgeted
 from jturnip.units import format_bytes
 
 
@@ -70,6 +73,63 @@ class Prediction:
         if self.plan.pieces:
             lines.append(f"in {len(self.plan.pieces)} pieces; each is counted once")
         return "\n".join(lines)
+
+
+def predicted(
+    function: Budgeted, on: Accelerator | None, over: HostLink | None, used: list[Any]
+) -> Prediction:
+    """Of a function in its budget.
+
+    Args:
+      function: as it is to run on the device at hand, over the link there.
+      on: the device that it is predicted for, or None for the one at hand.
+      over: the link, or None likewise.
+      used: what earlier predictions of it compiled; grows by what this one does.
+
+    Raises:
+      ValueError: the budget is more than the device has.
+    """
+    made = elsewhere(function, on, over)
+    device = function.flattened.given.device
+    name = on.name if on else f"{device.device_kind} as measured"
+    simulated = function.asked.options.link is not None
+    at_hand = "a simulated link" if simulated else "the link at hand"
+    names = name, over.name if over else at_hand
+    if made.whole is not None:
+        seconds, expected = _whole_seconds(made), link_of(device, made.asked.link)
+        return of_whole(made.whole_plan[1], seconds, expected, *names)
+    if on is None:
+        program = made.measured_program(made.trials(), used)
+    else:
+        program = made.made(used=used)
+    return of_split(made.with_kept(program).plan, *names)
+
+
+def elsewhere(
+    function: Budgeted, on: Accelerator | None, over: HostLink | None
+) -> Budgeted:
+    """The same function on an accelerator, over a link; None for what it has here."""
+    if on is None and over is None:
+        return function
+    asked, gpu_bytes = function.asked, function.gpu_bytes
+    if on is not None and on.memory_bytes is not None:
+        if asked.options.gpu_bytes is None:
+            gpu_bytes = on.memory_bytes * 9 // 10
+        elif gpu_bytes > on.memory_bytes:
+            raise ValueError(
+                f"gpu_bytes is {format_bytes(gpu_bytes)};"
+                f" {on.name} has {format_bytes(on.memory_bytes)}"
+            )
+    link = None
+    if over is not None:
+        link = Link(
+            over.h2d_bytes_per_second, over.d2h_bytes_per_second, over.latency_seconds
+        )
+    asked = dataclasses.replace(asked.in_budget(gpu_bytes), accelerator=on, elsewhere=link)
+    made = Budgeted(asked)
+    if gpu_bytes == function.gpu_bytes and function.whole is not None:
+        made.take_whole(function)
+    return made
 
 
 def of_split(plan: Plan, device: str, link: str) -> Prediction:
@@ -138,6 +198,30 @@ def _runs(plan: Plan) -> Iterator[RunReport]:
         yield plan.predicted_run
     for piece in plan.pieces:
         yield from _runs(piece)
+
+
+def _whole_seconds(function: Budgeted) -> float:
+    """Seconds of a function that fits, as one executable."""
+    asked, device = function.asked, function.flattened.given.device
+    whole: Any = function.whole
+    jaxpr = asked.traced.jaxpr
+    if asked.accelerator is not None:
+        return whole_seconds_on(asked.accelerator, whole, jaxpr)
+
+    def call(leaves: Sequence[Any]) -> Any:
+        args, kwargs = jax.tree.unflatten(asked.in_tree, leaves)
+        return whole(*args, **kwargs)
+
+    measured = whole_seconds_here(
+        whole,
+        jaxpr,
+        asked.traced.args_info,
+        call,
+        function.compiled_whole[1],
+        placement.sharding(device, on_host=False),
+        function.trials(),
+    )
+    return measured or rates(device).seconds(*cost(whole))
 
 
 def whole_seconds_on(accelerator: Accelerator, whole: Any, jaxpr: Any) -> float:

@@ -14,6 +14,7 @@ from jturnip.frontend.hints import names_a_place
 from jturnip.placement import Arguments, Wanted
 from jturnip.runtime.turns import Turn
 from jturnip.signature import Call, Statics
+from jturnip.stages.asked import Asked
 from jturnip.stages.lowered import Lowered
 from jturnip.stages.options import Options, placed
 
@@ -110,15 +111,19 @@ class Traced:
                 stacklevel=4,
             )
             return self._traced.lower()
-        return Lowered(
+        part = self._options.part
+        asked = Asked(
             self._traced,
             self._in_tree,
             self._arguments,
-            self._options,
             self._wanted,
+            self._options,
             self._turn,
             self._in_places,
+            keeps=self._options.gpu_bytes is not None and part is None,
+            any_plan=part is not None and part.is_asked,
         )
+        return Lowered(asked)
 
 
 def _trace(jitted: Any, statics: Statics, call: Call, device: Device | None) -> Any:

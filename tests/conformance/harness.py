@@ -283,7 +283,7 @@ def _straight(program: Any) -> list[Straight]:
 def _seen(lowered: Lowered, least: int = 2) -> Expected:
     """What a function was taken apart into: at least so many tasks."""
     assert lowered.plan.strategy != "whole"
-    splits = [straight.split for straight in _straight(lowered._program)]
+    splits = [straight.split for straight in _straight(lowered._budgeted.program)]
     kept = {_cause(e) for s in splits for e in s.flat.equations if _is_kept_whole(e)}
     if kept:
         return Expected(Status.ONE_TASK, tuple(sorted(kept)))

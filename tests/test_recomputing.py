@@ -23,7 +23,7 @@ from jturnip.planner.planner import plan as make_memgraph, smallest_budget
 from jturnip.planner.rates import Rates
 from jturnip.planner.recomputing import repeating
 from jturnip.planner.verify import verify
-from jturnip.programs import make
+from jturnip.programs import ways
 from jturnip.programs.fastest import fastest
 from jturnip.programs.planning import gives_the_same_again
 from jturnip.runtime.schedule import Link
@@ -240,7 +240,7 @@ def data() -> tuple[list[Any], Any]:
 @pytest.fixture
 def without_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where activations are made in blocks, none are moved or made by tasks again."""
-    monkeypatch.setattr(make, "_WAYS_BESIDE", 0)
+    monkeypatch.setattr(ways, "_WAYS_BESIDE", 0)
 
 
 def test_activations_are_computed_again_over_a_slow_link(without_blocks: None):

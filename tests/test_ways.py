@@ -23,7 +23,7 @@ from jturnip.frontend.effort import Effort
 from jturnip.frontend.partition import Group, Partitioner
 from jturnip.frontend.values import FlatJaxpr
 from jturnip.placement import Budget
-from jturnip.programs import make, splitting
+from jturnip.programs import make, splitting, ways
 from jturnip.programs.devices import rates
 from jturnip.programs.needs import Needs
 
@@ -178,7 +178,7 @@ def compared(
             raise TooManyTasks
         return Made(cut, Plan(moved), Split(Graph(tuple(tasks)), (None,) * count))
 
-    return make._Compared(flat, made, any_plan)
+    return ways._Compared(flat, made, any_plan)
 
 
 @dataclasses.dataclass
@@ -359,7 +359,7 @@ def test_what_was_found_is_the_first_that_is_tried_with_other_results_on_the_hos
     likelihood = random.normal(size=(1200, 24)).astype(np.float32)
     searches: list[FlatJaxpr] = []
     asked: list[tuple[FlatJaxpr, int]] = []
-    search, cut = make.cut_along_axes, make._cut_along_axes
+    search, cut = ways.cut_along_axes, ways.in_fastest_way
 
     def searched(flat: FlatJaxpr, *args: Any) -> Any:
         searches.append(flat)
@@ -369,8 +369,8 @@ def test_what_was_found_is_the_first_that_is_tried_with_other_results_on_the_hos
         asked.append((flat, len(to_host)))
         return cut(flat, arguments, budget, how, to_host)
 
-    monkeypatch.setattr(make, "cut_along_axes", searched)
-    monkeypatch.setattr(make, "_cut_along_axes", cut_so)
+    monkeypatch.setattr(ways, "cut_along_axes", searched)
+    monkeypatch.setattr(make, "in_fastest_way", cut_so)
     peak = jturnip.peak_bytes(smoothed, states, likelihood)
     expected = jax.jit(smoothed)(states, likelihood)
     for share in (3, 4, 5):

@@ -20,9 +20,10 @@ from jturnip.programs import bounds
 from jturnip.programs.bounds import least_whole_bytes, whole_bytes
 from jturnip.programs.calibration import calibrate
 from jturnip.programs.keeping import keeping
-from jturnip.programs.make import make_program, or_in_blocks, remeasured, searched
+from jturnip.programs.make import make_program, remeasured, searched
 from jturnip.programs.records import How, Program
 from jturnip.programs.refusals import explained, refusal_that_is_true
+from jturnip.programs.ways import or_in_blocks
 from jturnip.runners.whole import Moves, moves_of, whole_plan
 from jturnip.stages import residuals
 from jturnip.stages.asked import Asked

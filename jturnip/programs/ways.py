@@ -1,0 +1,289 @@
+"""One plan for all tasks of a function, cut in the fastest of some ways."""
+
+import contextlib
+import itertools
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jturnip import compat
+from jturnip.compiler.executables import TooManyTasks
+from jturnip.errors import DoesNotFit, PlanningError
+from jturnip.frontend import costs
+from jturnip.frontend.blocks import Ways, cut_along_axes, has_loops_with_axes
+from jturnip.frontend.flatten import flatten
+from jturnip.frontend.values import FlatJaxpr, called
+from jturnip.graph.plan import Plan
+from jturnip.placement import Arguments, Budget
+from jturnip.programs import places, planning, splitting
+from jturnip.programs.again import may_be_called_again
+from jturnip.programs.devices import link_of, rates
+from jturnip.programs.records import How, Program, Straight
+
+
+# Where a function that is cut moves more than so many times what goes in and comes out, so
+# many ways to cut it are planned, while together they have no more tasks than so many.
+_MUCH = 4
+_SOME_WAYS = 4
+_SOME_TASKS = 1000
+# What has so many times the equations of another way that fits takes long to plan, and was
+# not faster in any of the six functions of which several ways were compared.
+_TIMES_FEWEST = 2
+# Of another way than one with nothing much to gain, as many executables as of that may be
+# compiled, or so many; and none of one with as many equations, that differs in the number
+# of blocks.
+_FEW_EXECUTABLES = 32
+# XLA accesses so many times the bytes that tasks read and write where they copy a lot: 2.1
+# of a network of convolutions that took three times as long as cut otherwise, 0.9 and 1.2
+# of others that could not be cut much better.
+_COPIES = 1.6
+# Where a plan as it is takes so many times what its tasks do by themselves, so many ways to
+# cut it are looked at.
+_WAITS = 1.5
+_WAYS_BESIDE = 3
+# So many ways are looked at for one in which nothing moves twice.
+_FIRST_WAYS = 8
+
+
+def straight(
+    flat: FlatJaxpr,
+    arguments: Arguments,
+    budget: Budget,
+    how: How,
+    to_host: Collection[int],
+    most: float = math.inf,
+) -> Straight:
+    """One plan for all tasks, for which so many executables may be compiled."""
+    how.effort.made_tasks(len(flat.equations))
+    split = splitting.split(
+        flat,
+        arguments,
+        budget,
+        to_host,
+        how.finest,
+        how.repeated,
+        how.returned,
+        how.executables,
+        how.accelerator,
+        None if how.thorough else how.needs,
+        most,
+        how.spent,
+    )
+    if how.trials is not None:
+        split = planning.measure(split, how.trials)
+    return planning.planned(split, budget, how)
+
+
+def in_fastest_way(
+    flat: FlatJaxpr,
+    arguments: Arguments,
+    budget: Budget,
+    how: How,
+    to_host: Collection[int],
+) -> Straight:
+    """One plan for all tasks, with large stretches cut in the first way that fits; where
+    that moves much, or makes something anew, in the fastest of some, as predicted."""
+    make = lambda cut, *most: straight(cut, arguments, budget, how, to_host, *most)
+    # With other results in host memory what was found before is the first to be tried.
+    key = "cut", id(flat), arguments, budget, how
+    if key in how.known:
+        with contextlib.suppress(DoesNotFit):
+            return make(how.known[key][-1])
+    compared = _Compared(flat, make, how.any_plan)
+    if places.bytes_at_start(flat, arguments) <= budget.arena(arguments.device):
+        has_copies = compared.look(_ways(flat, arguments, budget, how))
+        if has_copies and not how.any_plan:
+            compared.look(_ways(flat, arguments, budget, how, anew=False))
+    if compared.found:
+        made = min(compared.found, key=lambda made: made.plan.predicted_seconds)
+        how.known[key] = flat, made.flat  # the one that has the id is kept
+        return made
+    if not compared.refusals:  # there is no way: so it says what it needs as it is
+        return make(flat)
+    raise min(compared.refusals, key=lambda refusal: refusal.needed_bytes)
+
+
+def or_in_blocks(
+    made: Program,
+    closed: Any,
+    forwarded: Collection[int] | Mapping[int, int],
+    arguments: Arguments,
+    budget: Budget,
+    how: How,
+    to_host: frozenset[int] = frozenset(),
+) -> Program:
+    """A program of few tasks that wait for what is moved, or of scans that were taken
+    apart; or one of the same function with what is between arguments and results done in
+    blocks, so that it need not be moved, or with scans cut along their axes instead, if
+    that is predicted to be faster.
+
+    Args:
+      made: of the other arguments, as for `make_program`.
+    """
+    if not isinstance(made, Straight) or how.any_plan or how.finest or not how.axes:
+        return made
+    if how.strategy != "auto":  # others are compared with one another, of the same tasks
+        return made
+    tasks = made.split.graph.tasks
+    computing = sum(task.seconds for task in tasks)
+    waits = made.plan.predicted_seconds > _WAITS * computing
+    waits = waits and not _moves_little(made.plan, made.flat)
+    if len(tasks) > _SOME_TASKS or not (waits or _has_bodies(closed)):
+        return made
+    seen = how.passes.seen(compat.lowering_platform(arguments.device))
+    flat = flatten(closed, forwarded, None, None, seen)
+    loops = [e for e in flat.equations if any(True for _ in costs.nested(e.origin))]
+    apart = bool(loops) and len(made.flat.equations) > len(flat.equations)
+    scans = apart and has_loops_with_axes(flat, budget.arena(arguments.device))
+    if not (scans or (waits and not loops)):
+        return made
+    found = [made]
+    for ways in itertools.islice(_ways(flat, arguments, budget, how), _WAYS_BESIDE):
+        for cut in () if ways.doubtful else ways.cut:
+            if len(cut.equations) > len(flat.equations) and not scans:
+                continue  # over more tasks: it would be moved as well
+            with contextlib.suppress(PlanningError):
+                found.append(straight(cut, arguments, budget, how, to_host))
+    found = [m for m in found if m is made or may_be_called_again(m, budget, how.returned)]
+    return min(found, key=lambda made: made.plan.predicted_seconds)
+
+
+def moving_once(
+    flat: FlatJaxpr,
+    arguments: Arguments,
+    budget: Budget,
+    how: How,
+    to_host: Collection[int],
+) -> Straight | None:
+    """The same, in one of the first ways in which nothing moves twice; else None."""
+    if places.bytes_at_start(flat, arguments) > budget.arena(arguments.device):
+        return None
+    for together in itertools.islice(_ways(flat, arguments, budget, how), _FIRST_WAYS):
+        for cut in together.cut:
+            with contextlib.suppress(DoesNotFit):
+                made = straight(cut, arguments, budget, how, to_host)
+                if _moves_little(made.plan, flat, 1):
+                    return made
+    return None
+
+
+@dataclass(slots=True)
+class _Compared:
+    """What a function becomes in different ways to cut it."""
+
+    flat: FlatJaxpr
+    make: Callable[..., Straight]
+    # Whether any plan will do.
+    any_plan: bool
+    found: list[Straight] = field(default_factory=list)
+    refusals: list[DoesNotFit] = field(default_factory=list)
+
+    def look(self, ways: Iterator[Ways]) -> bool:
+        """Makes some of these until one moves little, or enough is known; whether one of
+        those that fit makes something anew."""
+        found: list[Straight] = []
+        anew, looked = False, 0
+        for together in ways:
+            if found and together.doubtful:
+                break
+            fit = self._of(together.cut, found)
+            if not fit:
+                continue
+            looked += fit
+            anew |= together.anew
+            tasks = sum(len(made.split.graph.tasks) for made in found)
+            enough = self.any_plan or looked >= _SOME_WAYS or tasks > _SOME_TASKS
+            if enough or any(_moves_little(made.plan, self.flat) for made in found):
+                break
+        self.found += found
+        return anew
+
+    def _of(self, ways: Sequence[FlatJaxpr], found: list[Straight]) -> int:
+        """Makes those that may be faster than what was found, which grows; how many fit,
+        or are not made."""
+        count = 0
+        for cut in ways:
+            fewest = min((len(made.flat.equations) for made in found), default=math.inf)
+            if self.any_plan and count:
+                break
+            most = _most_executables([*self.found, *found], cut)
+            if len(cut.equations) > _TIMES_FEWEST * fewest or not most:
+                count += 1
+                continue
+            try:
+                found.append(self.make(cut, most))
+            except DoesNotFit as error:
+                self.refusals.append(error.with_traceback(None))
+            except TooManyTasks:
+                count += 1
+            else:
+                count += 1
+        return count
+
+
+def _most_executables(found: Sequence[Straight], cut: FlatJaxpr) -> float:
+    """How many executables may be compiled for another way."""
+    if not found:
+        return math.inf
+    best = min(found, key=lambda made: made.plan.predicted_seconds)
+    if _has_much_to_gain(best):
+        return math.inf
+    if len(cut.equations) == len(best.flat.equations):
+        return 0
+    return max(_FEW_EXECUTABLES, len(best.split.executables))
+
+
+def _has_much_to_gain(made: Straight) -> bool:
+    """Whether a plan waits much for what it moves, or its tasks copy a lot within."""
+    graph = made.split.graph
+    computing = sum(task.seconds for task in graph.tasks)
+    accessed = sum(task.bytes_accessed for task in graph.tasks)
+    crossing = sum(
+        graph.buffers[b].nbytes for t in graph.tasks for b in (*t.inputs, *t.outputs)
+    )
+    waits = made.plan.predicted_seconds > _WAITS * computing
+    return waits or accessed > _COPIES * crossing
+
+
+def _has_bodies(closed: Any) -> bool:
+    """Whether something of a jaxpr is a loop, a branch or the like."""
+    for eqn in getattr(closed, "jaxpr", closed).eqns:
+        bodies = list(costs.nested(eqn))
+        if bodies and (called(eqn) is None or any(map(_has_bodies, bodies))):
+            return True
+    return False
+
+
+def _moves_little(plan: Plan, flat: FlatJaxpr, times: float = _MUCH) -> bool:
+    """Whether a plan moves no more than so many times what goes in and comes out."""
+    ends = sum(flat.types[v].nbytes for v in flat.inputs)
+    ends += sum(flat.type_of(output).nbytes for output in flat.outputs)
+    return plan.h2d_bytes + plan.d2h_bytes <= times * ends
+
+
+def _ways(
+    flat: FlatJaxpr,
+    arguments: Arguments,
+    budget: Budget,
+    how: How,
+    anew: bool = True,
+) -> Iterator[Ways]:
+    device = arguments.device
+    expected = rates(device, how.accelerator)
+    return cut_along_axes(
+        flat,
+        places.where(flat, arguments),
+        budget.arena(device),
+        expected,
+        device.platform,
+        seconds_per_byte(arguments, how),
+        anew,
+        how.effort,
+    )
+
+
+def seconds_per_byte(arguments: Arguments, how: How) -> float:
+    """What it takes to move a byte to host memory and back."""
+    link = link_of(arguments.device, how.link)
+    return 1 / link.h2d_bytes_per_second + 1 / link.d2h_bytes_per_second

@@ -19,10 +19,12 @@ from jturnip.runtime.schedule import Link
 
 # As many changes are tried as take about so many times what a call is predicted to take, by
 # what it takes to plan and simulate one task (a guess); none where these are too few, also
-# for so many tasks, and no more than are of use.
+# for so many tasks, and no more than are of use: of few tasks, each of which is planned
+# at once, as many as plan so many tasks in all.
 _CALLS = 3
 _SECONDS_A_TASK = 160e-6
 _FEWEST, _MOST = 5, 200
+_MOST_TASKS = 4800
 _TASKS_A_CHANGE = 50
 # What is found must take less than this share of the time before.
 _WORTH = 0.99
@@ -47,9 +49,10 @@ def better_order(
     best = begin = plan_by(graph, arena, strategy, link)
     rates = link.h2d_bytes_per_second, link.d2h_bytes_per_second
     least = least_seconds(graph, arena, *rates)
-    seconds = _SECONDS_A_TASK * len(graph.tasks)
-    tries = min(_MOST, int(_CALLS * begin.run.seconds / seconds)) if seconds else 0
-    if tries < max(_FEWEST, len(graph.tasks) // _TASKS_A_CHANGE):
+    count = max(1, len(graph.tasks))
+    most = max(_MOST, _MOST_TASKS // count)
+    tries = min(most, int(_CALLS * begin.run.seconds / (_SECONDS_A_TASK * count)))
+    if tries < max(_FEWEST, count // _TASKS_A_CHANGE):
         return None
     places, at_random = _Places(graph), random.Random(0)
     # Those that read and write much decide what the link does when.

@@ -413,7 +413,8 @@ class ChainRunner:
         host = placement.sharding(self._device, on_host=True)
         if isinstance(output, Parts):
             parts = [memory.view(values.arrays.pop(v)) for v in output.values]
-            return memory.from_numpy(np.concatenate(parts), host)
+            whole = memory.empty(output.type.shape, output.type.dtype)
+            return memory.from_numpy(np.concatenate(parts, out=whole), host)
         array = values.arrays[output]
         if output in self._chain.flat.inputs:
             return array

@@ -140,7 +140,7 @@ def test_a_model_in_a_budget_agrees_with_its_baseline():
 def test_the_cpu_program_keeps_other_sections_and_other_text(tmp_path: pathlib.Path):
     results, docs = tmp_path / "cpu.json", tmp_path / "benchmarks.md"
     flags = (f"--json={results}", f"--docs={docs}", "--tiny")
-    run_program("benchmarks.cpu", "--only=planning", *flags)
+    run_program("benchmarks.cpu", "--only=planning,fits", *flags)
     docs.write_text("mine\n" + docs.read_text() + "and mine\n")
     run_program("benchmarks.cpu", "--only=loop", *flags)
     text = docs.read_text()
@@ -148,7 +148,7 @@ def test_the_cpu_program_keeps_other_sections_and_other_text(tmp_path: pathlib.P
     assert text.endswith("and mine\n")
     assert "## (d) Planning" in text
     assert "## (c) The loop" in text
-    assert set(json.loads(results.read_text())) == {"planning", "loop"}
+    assert set(json.loads(results.read_text())) == {"planning", "fits", "loop"}
 
 
 def test_the_gpu_program_writes_what_it_has_when_time_runs_out(tmp_path: pathlib.Path):

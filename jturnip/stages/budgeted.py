@@ -56,6 +56,8 @@ class Budgeted:
         self.arena = placement.arena_bytes(self.gpu_bytes, device.platform)
         self.flattened = Flattened(asked, self.gpu_bytes)
         self.wanted = self._with_residuals_away()
+        # The arguments; small ones in host memory too once there was no room for them.
+        self._given = self.flattened.given
         # Of the whole function, also where it does not fit.
         self._whole_report: CompileReport | None = None
         # What was compiled for it, in whichever ways it was cut, and before a refusal.
@@ -242,8 +244,8 @@ class Budgeted:
     def _in_some_way(self, how: How) -> Program:
         """As it is; then with what is ours in host memory; then cut along axes, with loops
         in one piece first."""
-        flattened, own = self.flattened, Budget(self.gpu_bytes)
-        closed, forwarded = self.asked.traced.jaxpr, forwardable(flattened.given)
+        closed, own = self.asked.traced.jaxpr, Budget(self.gpu_bytes)
+        forwarded = forwardable(self._given)
         to_host = self.wanted.places(on_host=True)
         made = functools.partial(make_program, closed, forwarded, to_host=to_host)
         without_rows = self._without_rows()
@@ -251,14 +253,13 @@ class Budgeted:
 
         def uncut(thorough: bool = False) -> Program:
             as_it_is = dataclasses.replace(here, axes=False, thorough=thorough)
-            given = flattened.given
-            program = made(given, own, as_it_is)
-            return or_in_blocks(program, closed, forwarded, given, own, here, to_host)
+            program = made(self._given, own, as_it_is)
+            return or_in_blocks(program, closed, forwarded, self._given, own, here, to_host)
 
         try:
             return uncut()
         except DoesNotFit:
-            flattened.given = on_host_all(flattened.given)
+            self._given = on_host_all(self._given)
         with contextlib.suppress(DoesNotFit):
             return uncut()
         ways = [here]
@@ -267,7 +268,7 @@ class Budgeted:
         refusals: list[DoesNotFit] = []
         for way in ways:
             try:
-                return made(flattened.given, own, way)
+                return made(self._given, own, way)
             except DoesNotFit as error:
                 refusals.append(error.with_traceback(None))
         cut = min(refusals, key=lambda refusal: refusal.needed_bytes)
@@ -279,9 +280,9 @@ class Budgeted:
                 return uncut(thorough=True)
             except DoesNotFit as error:
                 by_rows = error.with_traceback(None)
-        make = lambda nbytes, how: made(flattened.given, Budget(nbytes), how)
+        make = lambda nbytes, how: made(self._given, Budget(nbytes), how)
         refusal = refusal_that_is_true(make, how, cut, by_rows, self._runs_whole_in)
-        raise explained(refusal, flattened.flat, flattened.given.device) from None
+        raise explained(refusal, self.flattened.flat, self._given.device) from None
 
     def _may_take_loops_apart(self, refusal: DoesNotFit) -> bool:
         """Whether what cannot be cut along rows may do with loops that are driven, and cut

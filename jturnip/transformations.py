@@ -550,8 +550,8 @@ def _of_constants(closed: Any, which: Sequence[bool]) -> Flat:
     def fn(*args: Any) -> list[Any]:
         some, rest = iter(args[:count]), iter(others)
         consts = [next(some) if w else next(rest) for w in which]
-        jaxpr = jax.extend.core.ClosedJaxpr(closed.jaxpr, consts)
-        return jax.extend.core.jaxpr_as_fun(jaxpr)(*args[count:])
+        with_them = closed.replace(consts=consts)
+        return jax.extend.core.jaxpr_as_fun(with_them)(*args[count:])
 
     return fn
 

@@ -103,10 +103,10 @@ def _made_inside(
     if len(jaxpr.eqns) != 1 or closed.consts or jaxpr.outvars != jaxpr.eqns[0].outvars:
         return None
     (origin,) = jaxpr.eqns
-    of = dict(zip(jaxpr.invars, given, strict=True))
+    of: dict[Any, Atom] = dict(zip(jaxpr.invars, given, strict=True))
+    operands: list[Any] = origin.invars
     inputs = tuple(
-        Constant(v.val, Type.of(v.aval)) if hasattr(v, "val") else of[v]
-        for v in origin.invars
+        Constant(v.val, Type.of(v.aval)) if hasattr(v, "val") else of[v] for v in operands
     )
     return dataclasses.replace(e, origin=origin, inputs=inputs, calls=e.within, ours=True)
 

@@ -175,7 +175,7 @@ def main(argv: list[str]) -> None:
         _measure(names[0], results, docs)
     else:
         for name in names:  # what one leaves of the C library's heap changes the next
-            subprocess.run([*_THIS, f"--only={name}", *_flags()], check=True)
+            subprocess.run([*_THIS, *sys.argv[1:], f"--only={name}"], check=True)
     record = json.loads(results.read_text())
     missed = [
         f"{name}: {f['name']}"
@@ -184,12 +184,6 @@ def main(argv: list[str]) -> None:
         if f["verdict"] == "MISS"
     ]
     print(f"\n{len(missed)} targets missed{': ' if missed else ''}{'; '.join(missed)}")
-
-
-def _flags() -> list[str]:
-    """What was said on the command line, but which sections."""
-    tiny = ["--tiny"] if _TINY.value else []
-    return [f"--json={_JSON.value}", f"--docs={_DOCS.value}", *tiny]
 
 
 def _measure(name: str, results: pathlib.Path, docs: pathlib.Path) -> None:

@@ -125,11 +125,8 @@ def or_in_blocks(
         return made
     if how.strategy != "auto":  # others are compared with one another, of the same tasks
         return made
-    tasks = made.split.graph.tasks
-    computing = sum(task.seconds for task in tasks)
-    waits = made.plan.predicted_seconds > _WAITS * computing
-    waits = waits and not _moves_little(made.plan, made.flat)
-    if len(tasks) > _SOME_TASKS or not (waits or _has_bodies(closed)):
+    waits = _waits(made) and not _moves_little(made.plan, made.flat)
+    if len(made.split.graph.tasks) > _SOME_TASKS or not (waits or _has_bodies(closed)):
         return made
     seen = how.passes.seen(compat.lowering_platform(arguments.device))
     flat = flatten(closed, forwarded, None, None, seen)
@@ -237,13 +234,17 @@ def _most_executables(found: Sequence[Straight], cut: FlatJaxpr) -> float:
 def _has_much_to_gain(made: Straight) -> bool:
     """Whether a plan waits much for what it moves, or its tasks copy a lot within."""
     graph = made.split.graph
-    computing = sum(task.seconds for task in graph.tasks)
     accessed = sum(task.bytes_accessed for task in graph.tasks)
     crossing = sum(
         graph.buffers[b].nbytes for t in graph.tasks for b in (*t.inputs, *t.outputs)
     )
-    waits = made.plan.predicted_seconds > _WAITS * computing
-    return waits or accessed > _COPIES * crossing
+    return _waits(made) or accessed > _COPIES * crossing
+
+
+def _waits(made: Straight) -> bool:
+    """Whether a plan takes clearly longer than its tasks do by themselves."""
+    computing = sum(task.seconds for task in made.split.graph.tasks)
+    return made.plan.predicted_seconds > _WAITS * computing
 
 
 def _has_bodies(closed: Any) -> bool:

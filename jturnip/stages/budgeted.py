@@ -129,7 +129,7 @@ class Budgeted:
         if strategy == "auto" and self._least_whole_bytes > self.gpu_bytes:
             return None
         whole, needed = self.compiled_whole
-        if needed <= self.gpu_bytes:
+        if whole is not None:
             return whole
         if strategy == "whole":
             raise DoesNotFit(
@@ -326,7 +326,7 @@ class Budgeted:
             asked.finest,
             returned=returned,
             accelerator=asked.accelerator,
-            any_plan=asked.any_plan,
+            any_plan=asked.any_plan or asked.is_asked,
             spent=self._spent,
             passes=self.flattened.passes,
             effort=Effort(patience=_PATIENCE if asked.is_asked else 1.0),

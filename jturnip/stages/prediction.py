@@ -1,7 +1,7 @@
 """What a function would take in a budget: on the machine at hand, or on one elsewhere."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +9,7 @@ import jax
 
 from jturnip import placement
 from jturnip.compiler.executables import Executable
-from jturnip.compiler.trials import Trials, may_be_tried, try_out
+from jturnip.compiler.trials import may_be_tried, try_out
 from jturnip.frontend.values import Type
 from jturnip.graph.plan import Plan
 from jturnip.graph.report import RunReport
@@ -201,81 +201,37 @@ def _runs(plan: Plan) -> Iterator[RunReport]:
 
 
 def _whole_seconds(function: Budgeted) -> float:
-    """Seconds of a function that fits, as one executable."""
+    """Seconds of a function that fits, as one executable: as expected on an accelerator
+    elsewhere, on zeros on the device at hand, or as expected there where it cannot be tried
+    out."""
     asked, device = function.asked, function.flattened.given.device
     whole: Any = function.whole
-    jaxpr = asked.traced.jaxpr
+    flops, accessed = _cost(whole)
+    equations = asked.traced.jaxpr.eqns
     if asked.accelerator is not None:
-        return whole_seconds_on(asked.accelerator, whole, jaxpr)
+        return seconds_on(asked.accelerator, equations, flops, accessed)
 
-    def call(leaves: Sequence[Any]) -> Any:
+    def call(*leaves: Any) -> list[Any]:
         args, kwargs = jax.tree.unflatten(asked.in_tree, leaves)
-        return whole(*args, **kwargs)
+        return jax.tree.leaves(whole(*args, **kwargs))
 
-    measured = whole_seconds_here(
-        whole,
-        jaxpr,
-        asked.traced.args_info,
-        call,
-        function.compiled_whole[1],
-        placement.sharding(device, on_host=False),
-        function.trials(),
-    )
-    return measured or rates(device).seconds(*cost(whole))
-
-
-def whole_seconds_on(accelerator: Accelerator, whole: Any, jaxpr: Any) -> float:
-    """Seconds of one executable on an accelerator elsewhere.
-
-    Args:
-      accelerator: where it would run.
-      whole: a `jax.stages.Compiled`.
-      jaxpr: of what it does.
-    """
-    return seconds_on(accelerator, _equations(jaxpr), *cost(whole))
-
-
-def whole_seconds_here(
-    whole: Any,
-    jaxpr: Any,
-    args_info: Any,
-    call: Callable[[Sequence[Any]], Any],
-    nbytes: int,
-    where: jax.sharding.Sharding,
-    trials: Trials,
-) -> float | None:
-    """Seconds of one executable on zeros, or None where it cannot be tried out.
-
-    Args:
-      whole: a `jax.stages.Compiled`.
-      jaxpr: of what it does.
-      args_info: its arguments.
-      call: calls it with the leaves of these.
-      nbytes: what it needs on the device, arguments and all.
-      where: the device.
-      trials: what there is room for.
-    """
-    infos = jax.tree.leaves(args_info)
-    flops, accessed = cost(whole)
+    infos = jax.tree.leaves(asked.traced.args_info)
     executable = Executable(
-        call=lambda *leaves: jax.tree.leaves(call(leaves)),
+        call=call,
         marked=False,
         workspace=0,
         flops=flops,
         bytes_accessed=accessed,
         arguments=tuple(Type.of(info).struct() for info in infos),
-        may_be_tried=may_be_tried(_equations(jaxpr), [info.dtype for info in infos]),
+        may_be_tried=may_be_tried(equations, [info.dtype for info in infos]),
         overwrites=tuple((0, i) for i, info in enumerate(infos) if info.donated),
     )
-    try_out([(executable, nbytes)], where, trials)
-    return executable.seconds
+    nbytes, where = function.compiled_whole[1], placement.sharding(device, on_host=False)
+    try_out([(executable, nbytes)], where, function.trials())
+    return executable.seconds or rates(device).seconds(flops, accessed)
 
 
-def cost(whole: Any) -> tuple[float, float]:
+def _cost(whole: Any) -> tuple[float, float]:
     """Floating-point operations and bytes accessed, by XLA."""
     found = whole.cost_analysis() or {}
     return float(found.get("flops", 0.0)), float(found.get("bytes accessed", 0.0))
-
-
-def _equations(jaxpr: Any) -> Sequence[Any]:
-    return getattr(jaxpr, "jaxpr", jaxpr).eqns

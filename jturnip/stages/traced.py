@@ -111,7 +111,6 @@ class Traced:
                 stacklevel=4,
             )
             return self._traced.lower()
-        part = self._options.part
         asked = Asked(
             self._traced,
             self._in_tree,
@@ -120,8 +119,7 @@ class Traced:
             self._options,
             self._turn,
             self._in_places,
-            keeps=self._options.gpu_bytes is not None and part is None,
-            any_plan=part is not None and part.is_asked,
+            keeps=self._options.gpu_bytes is not None and self._options.part is None,
         )
         return Lowered(asked)
 

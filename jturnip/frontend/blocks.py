@@ -58,7 +58,7 @@ _SHARES_APART = (0.5, 0.125)
 # that takes at most so many times what it takes to move it there and back: parts that are
 # moved are tasks of their own.
 _LARGE = 1 / 2
-_CHEAPER = 8
+_CHEAPER = 32
 # How often what is cut into tasks may be cut again, along another axis.
 _AXES = 3
 
@@ -179,14 +179,13 @@ def _in_some_ways(
                 where,
             )
             finer, abreast = search.finer, search.abreast
-            cut, how = _cut(flat, room, search)
+            forms, how = _cut(flat, room, search)
             finer, abreast = search.finer - finer, search.abreast - abreast
             if side_by_side and finer and not abreast:
                 continue  # for nothing
             if not search.is_over(apart) and any(how) and how not in seen:
                 seen.add(how)
-                if _may_fit(cut, arena, where):
-                    ways.append(cut)
+                ways += (form for form in forms if _may_fit(form, arena, where))
             if not abreast:
                 break
         if ways:
@@ -195,17 +194,23 @@ def _in_some_ways(
 
 def _cut(
     flat: FlatJaxpr, room: Room, search: Search
-) -> tuple[FlatJaxpr, tuple[tuple[Any, ...], ...]]:
-    """A function cut over tasks along some axes, then in blocks; and what was cut how."""
+) -> tuple[Sequence[FlatJaxpr], tuple[tuple[Any, ...], ...]]:
+    """A function cut over tasks along some axes, then in blocks, perhaps in two forms; and
+    what was cut how."""
     cut, key = flat, []
     for _ in range(_AXES):
-        again, how = cut_once(cut, room, True, search)
-        if not how or len(again.equations) > room.most_equations + len(flat.equations):
+        again = cut_once(cut, room, True, search)
+        if not again.how or _is_too_long(again.cut, flat, room):
             break
-        cut = again
-        key.append(how)
-    cut, how = cut_once(cut, room, False, search)
-    return cut, (*key, how)
+        cut = again.cut
+        key.append(again.how)
+    found = cut_once(cut, room, False, search)
+    forms = (found.cut,) if found.materialized is None else (found.materialized, found.cut)
+    return forms, (*key, found.how)
+
+
+def _is_too_long(cut: FlatJaxpr, flat: FlatJaxpr, room: Room) -> bool:
+    return len(cut.equations) > room.most_equations + len(flat.equations)
 
 
 def name_of(e: Equation) -> str:

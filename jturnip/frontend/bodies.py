@@ -130,7 +130,8 @@ class _Bodies:
             rates=self.rates,
             where=Where(frozenset(), there),
         )
-        made, how = cut_once(made, room, False, self.search)
+        found = cut_once(made, room, False, self.search)
+        made, how = found.cut, found.how
         if not how and not deeper:
             return closed, ()
         structs = [flat.types[v].struct() for v in flat.inputs]

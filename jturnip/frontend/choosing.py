@@ -14,6 +14,7 @@ from jturnip.frontend import costs, parts
 from jturnip.frontend.axes import Known, rules
 from jturnip.frontend.cutting import Blocks, Cutting, Tasks, with_cuttings
 from jturnip.frontend.effort import Effort
+from jturnip.frontend.materializing import worth_materializing
 from jturnip.frontend.sets import Joined
 from jturnip.frontend.stretches import Stretch, Stretches
 from jturnip.frontend.values import Constant, Equation, FlatJaxpr, read_by
@@ -24,6 +25,12 @@ from jturnip.units import padded
 _APART = 1 / 8
 _MOST_BLOCKS = 256
 _MOST_TASKS = 256
+# So many times more may there be, if they are all of one length then; if they are not, the
+# length is a multiple of what a vector holds: XLA made random bits of an odd number of
+# positions in six times the time of an even one.
+_MORE_BLOCKS = 2
+_MORE_TASKS = 1.5
+_ALIGNED = 16
 # More equations than so many take long to plan; what stays apart needs many.
 _MOST_EQUATIONS = 1500
 _MOST_EQUATIONS_APART = 10_000
@@ -49,6 +56,9 @@ _PARTS_OF_A_PART = 16
 # of more than so many readers not all.
 _MANY_READ = 2
 _MOST_READERS = 8
+# Where values are written down between the loops of a stretch, a block takes one over so
+# much of the budget.
+_ROOM_FOR_BLOCKS = 8
 # Axes of so many of the largest values are looked at.
 _SEEDS = 3
 
@@ -75,7 +85,7 @@ class Search:
     # What a function (by its id) becomes by being cut so; and what was found for it where
     # the same is large (`Room.key`).
     cut: dict[Any, FlatJaxpr] = field(default_factory=dict)
-    found: dict[Any, "_Found"] = field(default_factory=dict)
+    found: dict[Any, "Found"] = field(default_factory=dict)
     # Of a function (by its id, which it keeps), what finds its stretches.
     stretches: dict[int, Stretches] = field(default_factory=dict)
     visited: int = 0
@@ -153,30 +163,33 @@ def cut_once(
     room: Room,
     tasks: bool,
     search: Search,
-) -> tuple[FlatJaxpr, tuple[Any, ...]]:
-    """A function cut over tasks or in blocks, and what was cut how; nothing where nothing
-    was."""
+) -> "Found":
+    """A function cut over tasks or in blocks."""
     stretches = search.stretches_of(flat)
     key = id(flat), tasks, room.key(stretches.sizes)
     if key in search.found:
         found = search.found[key]
         search.finer += found.finer
         search.abreast += found.abreast
-        return found.cut, found.how
+        return found
     finer, abreast = search.finer, search.abreast
-    cut, how = _cut_anew(stretches, room, tasks, search)
-    search.found[key] = _Found(cut, how, search.finer - finer, search.abreast - abreast)
-    return cut, how
+    found = _cut_anew(stretches, room, tasks, search)
+    finer, abreast = search.finer - finer, search.abreast - abreast
+    search.found[key] = dataclasses.replace(found, finer=finer, abreast=abreast)
+    return search.found[key]
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
-    """What a function becomes, and how; and what `Search` counts."""
+class Found:
+    """What a function becomes, and what was cut how: nothing where nothing was."""
 
     cut: FlatJaxpr
-    how: tuple[Any, ...]
-    finer: int
-    abreast: int
+    how: tuple[Any, ...] = ()
+    # The same with values written down between the loops of a stretch, where there is room.
+    materialized: FlatJaxpr | None = None
+    # What `Search` counts.
+    finer: int = 0
+    abreast: int = 0
 
 
 def _cut_anew(
@@ -184,7 +197,7 @@ def _cut_anew(
     room: Room,
     tasks: bool,
     search: Search,
-) -> tuple[FlatJaxpr, tuple[Any, ...]]:
+) -> Found:
     flat = stretches.flat
     search.effort.looked_at(len(flat.equations))
     choice = _Choice(stretches, room, tasks, search)
@@ -198,12 +211,43 @@ def _cut_anew(
         if isinstance(c, Tasks)
     )
     if not choice.cuttings or many > room.most_equations:
-        return flat, ()
-    how = tuple(c.key for c in choice.cuttings)
-    key = id(flat), how
+        return Found(flat)
+    cut, how = _with_cuttings(stretches, choice.cuttings, search)
+    written = [_materializing(flat, room, c) for c in choice.cuttings]
+    if written == choice.cuttings:
+        return Found(cut, how)
+    return Found(cut, how, _with_cuttings(stretches, written, search)[0])
+
+
+def _with_cuttings(
+    stretches: Stretches, cuttings: Sequence[Cutting], search: Search
+) -> tuple[FlatJaxpr, tuple[Any, ...]]:
+    """A function with these cuttings, and what is cut how."""
+    how = tuple(c.key for c in cuttings)
+    key = id(stretches.flat), how
     if key not in search.cut:
-        search.cut[key] = with_cuttings(stretches, choice.cuttings)
+        search.cut[key] = with_cuttings(stretches, cuttings)
     return search.cut[key], how
+
+
+def _materializing(flat: FlatJaxpr, room: Room, cutting: Cutting) -> Cutting:
+    """The same in smaller blocks, with values written down that its loops make anew, if
+    there is room for them and that is expected to be faster."""
+    stretch = cutting.stretch
+    if not isinstance(cutting, Blocks) or stretch.loops == 1:
+        return cutting
+    share = max(1, room.arena // _ROOM_FOR_BLOCKS)
+    widest = int(max(1, room.at_once) * stretch.widest_bytes(flat))
+    blocks = max(-(-stretch.length // cutting.size), -(-widest // share))
+    if blocks > min(_MOST_BLOCKS, stretch.length):
+        return cutting
+    size = _size(stretch.length, blocks, _MORE_BLOCKS)
+    # XLA may hold twice as much of a block as is expected.
+    free = room.arena - _whole_bytes(flat, room, stretch) - 2 * share
+    found = worth_materializing(flat, stretch, size, free, room.rates)
+    if found is None:
+        return cutting
+    return Blocks(stretch, size, room.arena, found)
 
 
 class _Choice:
@@ -437,16 +481,23 @@ def _partial_bytes(flat: FlatJaxpr, stretch: Stretch) -> int:
     return max((nbytes_of(flat, [v]) for v in stretch.reduced), default=0)
 
 
+def _whole_bytes(flat: FlatJaxpr, room: Room, stretch: Stretch) -> int:
+    """What a stretch in blocks holds beside a block."""
+    return nbytes_of(flat, _held(stretch, room)) + _partial_bytes(flat, stretch)
+
+
 def _into_blocks(flat: FlatJaxpr, room: Room, stretch: Stretch) -> Blocks | None:
     """The fewest blocks that are expected to fit in one task, or as many as there may be:
     XLA may need less than is expected. None where the whole is expected to fit."""
-    whole = nbytes_of(flat, _held(stretch, room)) + _partial_bytes(flat, stretch)
+    whole = _whole_bytes(flat, room, stretch)
     block = int(room.at_once * stretch.widest_bytes(flat))
     free = room.arena - whole
     if free <= 0 or block <= free or room.is_slow_in_blocks(flat, stretch):
         return None
     blocks = min(_MOST_BLOCKS, stretch.length, max(2, -(-block // free)))
-    return Blocks(stretch, _size(stretch.length, blocks), whole + block // blocks)
+    return Blocks(
+        stretch, _size(stretch.length, blocks, _MORE_BLOCKS), whole + block // blocks
+    )
 
 
 def _into_tasks(
@@ -512,7 +563,7 @@ def _into_tasks(
     ahead = [n for n in fit if held[n] <= room.arena * _WITH_NEXT]
     if fit:
         tasks = ahead[0] if ahead and ahead[0] <= _TIMES_AHEAD * fit[0] else fit[0]
-        size = _size(stretch.length, tasks)
+        size = _size(stretch.length, tasks, _MORE_TASKS)
         return Tasks(stretch, size, held[tasks], sliced & hosted, left, apart, abreast)
     # The rest may be cut along another axis, results with it: a part of the operands stays
     # while the others' parts pass, once for each of it.
@@ -529,7 +580,7 @@ def _into_tasks(
     if room.side_by_side and finer in counts and _are_worth_it(flat, stretch, room, pieces):
         count = finer
         search.finer += 1
-    size = _size(stretch.length, count)
+    size = _size(stretch.length, count, _MORE_TASKS)
     return Tasks(stretch, size, room.arena + whole, sliced & hosted, left, apart)
 
 
@@ -591,12 +642,14 @@ def _may_be_left(
     return v in stretch.dims and v in stretches.results and inside.issuperset(readers)
 
 
-def _size(length: int, wanted: int) -> int:
-    """The length of so many parts, or of some more that are all of one length."""
-    for count in range(wanted, min(wanted + wanted // 2, length) + 1):
+def _size(length: int, wanted: int, times: float) -> int:
+    """The length of so many parts, or of up to so many times more that are all of one
+    length; else a multiple of what a vector holds, and one part is shorter."""
+    for count in range(wanted, min(int(times * wanted), length) + 1):
         if length % count == 0:
             return length // count
-    return -(-length // wanted)
+    size = -(-length // wanted)
+    return size - size % _ALIGNED if size >= 4 * _ALIGNED else size
 
 
 def touched(e: Equation) -> set[int]:

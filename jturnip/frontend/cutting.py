@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from jturnip.frontend import parts, stacks
+from jturnip.frontend.materializing import NOTHING, Materialized
 from jturnip.frontend.rules import SAME
 from jturnip.frontend.stretches import Stretch, Stretches
 from jturnip.frontend.values import (
@@ -36,11 +37,13 @@ class Blocks:
     stretch: Stretch
     size: int
     nbytes: int
+    # What is written down of the first blocks, rather than made anew in each of its loops.
+    materialized: Materialized = NOTHING
 
     @property
     def key(self) -> Any:
         """The same for the same cut of the same function."""
-        return self.stretch.key, self.size
+        return self.stretch.key, self.size, self.materialized
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,15 +177,17 @@ class _New:
     def _in_blocks(self, cutting: Blocks) -> None:
         stretch = cutting.stretch
         self._whole(stretch.entering)
-        key = self._key(stretch, cutting.size)
+        key = self._key(stretch, cutting.size, cutting.materialized)
         if key not in self._known:
-            self._known[key] = parts.in_blocks(self._flat, stretch, cutting.size)
+            self._known[key] = parts.in_blocks(
+                self._flat, stretch, cutting.size, cutting.materialized
+            )
         calls = parts.lead_equation(self._flat, stretch).within
         self._equations.append(
             Equation(self._known[key], stretch.entering, stretch.leaving, calls, ours=True)
         )
 
-    def _key(self, stretch: Stretch, size: int) -> Any:
+    def _key(self, stretch: Stretch, size: int, materialized: Materialized) -> Any:
         """The same for stretches that are the same but for the numbers of their values."""
         numbers: dict[int, int] = {}
         equations = []
@@ -199,7 +204,9 @@ class _New:
         dims = tuple(sorted((numbers[v], dim) for v, dim in stretch.dims.items()))
         entering = tuple(numbers[v] for v in stretch.entering)
         leaving = tuple(numbers[v] for v in stretch.leaving)
-        return tuple(equations), dims, entering, leaving, size
+        written = tuple(sorted(numbers[v] for v in materialized.values))
+        of_ends = dims, entering, leaving
+        return tuple(equations), *of_ends, size, written, materialized.blocks
 
     # -- tasks -------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from jax.extend.random import threefry2x32_p
 
 from jturnip.frontend import axes, costs, iterations
 from jturnip.frontend.loops import LOOPS
+from jturnip.frontend.materializing import NOTHING, Materialized
 from jturnip.frontend.rules import COMBINED, SAME, SCATTERS, Along, Rule
 from jturnip.frontend.stretches import Pass, Stretch
 from jturnip.frontend.values import Constant, Equation, FlatJaxpr, Type, bind, carry_out
@@ -458,12 +459,18 @@ IN_BLOCKS = "blocks_of_"
 _POSITION = jax.ShapeDtypeStruct((), np.int32)
 
 
-def in_blocks(flat: FlatJaxpr, stretch: Stretch, size: int) -> Any:
-    """The equation of a jaxpr that does a stretch in blocks of so many positions."""
+def in_blocks(
+    flat: FlatJaxpr,
+    stretch: Stretch,
+    size: int,
+    materialized: Materialized = NOTHING,
+) -> Any:
+    """The equation of a jaxpr that does a stretch in blocks of so many positions; of the
+    first blocks some values are written down for later loops."""
 
     def function(*arrays: Any) -> Any:
         values = dict(zip(stretch.entering, arrays, strict=True))
-        return _Blockwise(flat, stretch, size).run(values)
+        return _Blockwise(flat, stretch, size, materialized).run(values)
 
     lead = lead_equation(flat, stretch)
     function.__name__ = function.__qualname__ = f"{IN_BLOCKS}{lead.name}"
@@ -487,43 +494,51 @@ def _converted(x: Any, dtype: Any) -> Any:
 class _Blockwise:
     """A stretch evaluated block by block."""
 
-    def __init__(self, flat: FlatJaxpr, stretch: Stretch, size: int):
+    def __init__(
+        self, flat: FlatJaxpr, stretch: Stretch, size: int, materialized: Materialized
+    ):
         self._flat = flat
         self._stretch = stretch
         self._size = size
+        self._materialized = materialized
 
     def run(self, values: dict[int, Any]) -> list[Any]:
         """What leaves the stretch, of what enters it."""
-        for each in self._stretch.passes(self._flat):
-            carry_out([self._flat.equations[i] for i in each.once], values)
-            if each.wanted:
-                values.update(self._loop(each, values))
-        return [values[v] for v in self._stretch.leaving]
+        flat, stretch, written = self._flat, self._stretch, self._materialized.values
+        forms = stretch.passes(flat, written), stretch.passes(flat)
+        for first, others in zip(*forms, strict=True):
+            carry_out([flat.equations[i] for i in first.once], values)
+            if first.wanted:
+                values.update(self._loop(first, others, values))
+        return [values[v] for v in stretch.leaving]
 
-    def _loop(self, each: Pass, values: Mapping[int, Any]) -> dict[int, Any]:
-        """Some values, made block by block."""
-        steps, wanted = each.steps, each.wanted
-        size = self._size
+    def _loop(self, first: Pass, others: Pass, values: Mapping[int, Any]) -> dict[int, Any]:
+        """Some values, made block by block: the first blocks with what is written down of
+        them, the others without."""
+        size, many = self._size, self._materialized.blocks
         count, rest = divmod(self._stretch.length, size)
 
-        def add(sofar: Sequence[Any], start: Any, size: int) -> list[Any]:
-            block = self._block(steps, values, start, size)
-            pairs = zip(wanted, sofar, strict=True)
-            return [self._with_block(v, before, block[v], start) for v, before in pairs]
+        def add(each: Pass, sofar: Mapping[int, Any], start: Any, size: int) -> Any:
+            block = self._block(each.steps, values, start, size)
+            return {v: self._with_block(v, x, block[v], start) for v, x in sofar.items()}
 
-        body = lambda n, sofar: add(sofar, n * size, size)
-        made = lax.fori_loop(0, count, body, [self._begin(v) for v in wanted])
+        made = {v: self._begin(v) for v in first.wanted}
+        of = lambda each: {v: made[v] for v in each.wanted}
+        for each, begin, end in ((first, 0, many), (others, many, count)):
+            if begin < end and each.wanted:
+                body = lambda n, sofar, each=each: add(each, sofar, n * size, size)
+                made.update(lax.fori_loop(begin, end, body, of(each)))
         if rest:
-            made = add(made, count * size, rest)
-        return {
-            v: _converted(x, self._flat.types[v].dtype)
-            for v, x in zip(wanted, made, strict=True)
-        }
+            made.update(add(others, of(others), count * size, rest))
+        return {v: _converted(x, self._flat.types[v].dtype) for v, x in made.items()}
 
     def _begin(self, v: int) -> Any:
-        t = self._flat.types[v]
-        if v in self._stretch.reduced:
-            return nothing(self._stretch.reduced[v], t)
+        t, stretch = self._flat.types[v], self._stretch
+        if v in stretch.reduced:
+            return nothing(stretch.reduced[v], t)
+        if v in self._materialized.values:
+            length = self._materialized.blocks * self._size
+            return lax.full(stretch.shape(self._flat, v, length), 0, t.dtype)
         return lax.full(t.shape, 0, t.dtype)
 
     def _with_block(self, v: int, before: Any, block: Any, start: Any) -> Any:

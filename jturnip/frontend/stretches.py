@@ -68,9 +68,9 @@ class Stretch:
         """How many loops there are."""
         return 1 + max(self.loop.values())
 
-    def passes(self, flat: FlatJaxpr) -> Iterator[Pass]:
+    def passes(self, flat: FlatJaxpr, materialized: Collection[int] = ()) -> Iterator[Pass]:
         """What is done for each part, loop by loop. What a later loop needs of a part that
-        does not leave it does anew: to keep it is to write down what is large."""
+        does not leave it does anew, but for values that are written down for it."""
         there = set(self.entering)
         for number in range(self.loops):
             mine = [i for i in self.equations if self.loop[i] == number]
@@ -81,7 +81,8 @@ class Stretch:
                 for i in mine
                 if i in self.working
                 for v in flat.equations[i].outputs
-                if v in self.reduced or (v in self.leaving and v in self.dims)
+                if v in self.reduced
+                or (v in self.dims and (v in self.leaving or v in materialized))
             )
             yield Pass(once, self._steps(flat, wanted, there), wanted)
             there.update(wanted)

@@ -1,0 +1,136 @@
+"""What a stretch in several loops writes down for the later ones, and how much of it."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import assert_same
+from flat import evaluated, flat_of
+from hypothesis import example, given, settings, strategies as st
+
+import jturnip
+from jturnip.frontend import blocks, parts
+from jturnip.frontend.axes import Known, rules
+from jturnip.frontend.costs import DeviceRates
+from jturnip.frontend.cutting import Blocks, with_cuttings
+from jturnip.frontend.materializing import NOTHING, Materialized, worth_materializing
+from jturnip.frontend.stretches import Stretch, Stretches
+from jturnip.frontend.values import FlatJaxpr
+
+
+# Arithmetic that is dear, and cheap, beside what is read and written.
+DEAR = DeviceRates(1e9, 1e12, launch_seconds=1e-4)
+CHEAP = DeviceRates(1e15, 1e9, launch_seconds=1e-4)
+
+
+def transport(x: Any, y: Any) -> Any:
+    """Three loops over the same costs in each iteration."""
+    costs = jnp.abs(x @ y.T)
+    f, g = jnp.zeros(x.shape[0]), jnp.zeros(y.shape[0])
+    for _ in range(2):
+        f = -jax.nn.logsumexp(g[None] - costs, axis=1)
+        g = -jax.nn.logsumexp(f[:, None] - costs, axis=0)
+    return jnp.exp(f[:, None] + g[None] - costs).sum(1)
+
+
+ARGS = tuple(
+    np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    for shape in ((60, 16), (40, 16))
+)
+
+
+@pytest.fixture(scope="module")
+def found() -> tuple[FlatJaxpr, Stretch]:
+    """The function, and all of it along the rows of the costs."""
+    flat = flat_of(transport, *ARGS)
+    stretches = Stretches(flat, rules(flat, parts.works, Known()))
+    costs = next(e.outputs[0] for e in flat.equations if e.name == "dot_general")
+    stretch = stretches.along(range(len(flat.equations)), costs, 0)
+    assert stretch is not None
+    assert stretch.loops > 2
+    return flat, stretch
+
+
+def crossing(flat: FlatJaxpr, stretch: Stretch) -> Materialized:
+    """What is worth it where all else is dear: all blocks of one position."""
+    made = worth_materializing(flat, stretch, 1, 1 << 30, DEAR)
+    assert made is not None
+    return made
+
+
+@settings(max_examples=5, deadline=None)
+@example(size=60, share=1)
+@example(size=7, share=0.5)
+@given(size=st.integers(1, 60), share=st.floats(0, 1))
+def test_it_changes_nothing_but_what_is_made_anew(
+    found: tuple[FlatJaxpr, Stretch], size: int, share: float
+):
+    flat, stretch = found
+    values = crossing(flat, stretch).values
+    written = Materialized(values, int(share * (stretch.length // size)))
+    plain, other = (
+        evaluated(_in_blocks(flat, stretch, size, each), *ARGS)
+        for each in (NOTHING, written)
+    )
+    assert_same(other, plain, ulps=16)  # XLA may contract other multiplications and sums
+    assert_same(other, jax.tree.leaves(jax.jit(transport)(*ARGS)), ulps=64)
+
+
+def _in_blocks(
+    flat: FlatJaxpr, stretch: Stretch, size: int, written: Materialized
+) -> FlatJaxpr:
+    stretches = Stretches(flat, rules(flat, parts.works, Known()))
+    return with_cuttings(stretches, [Blocks(stretch, size, 0, written)])
+
+
+def test_products_are_made_once_where_they_are_written_down(
+    found: tuple[FlatJaxpr, Stretch],
+):
+    flat, stretch = found
+    written = crossing(flat, stretch)
+    assert written.blocks == stretch.length
+
+    def products(values: frozenset[int]) -> int:
+        steps = (i for each in stretch.passes(flat, values) for i in each.steps)
+        return sum(flat.equations[i].name == "dot_general" for i in steps)
+
+    assert products(frozenset()) == stretch.loops
+    assert products(written.values) == 1
+
+
+def test_as_much_is_written_down_as_there_is_room_for(found: tuple[FlatJaxpr, Stretch]):
+    flat, stretch = found
+    row = 4 * ARGS[1].shape[0]
+    for rows in (30, 45, 60):
+        made = worth_materializing(flat, stretch, 5, rows * row, DEAR)
+        assert made is not None
+        assert made.blocks == rows // 5
+    assert worth_materializing(flat, stretch, 5, 10 * row, DEAR) is None
+
+
+def test_what_is_cheap_is_made_anew(found: tuple[FlatJaxpr, Stretch]):
+    assert worth_materializing(*found, 5, 1 << 30, CHEAP) is None
+
+
+def test_both_forms_are_ways_to_cut():
+    """The one that writes down comes first; they differ in nothing else."""
+    flat = flat_of(transport, *ARGS)
+    where = blocks.Where(frozenset(flat.inputs))
+    arena = 28_000
+    ways = next(blocks.cut_along_axes(flat, where, arena, DEAR, "cpu", 1e-9, anew=False))
+    written, plain = ways.cut
+    assert len(written.equations) == len(plain.equations)
+    count = lambda cut: str(cut.equations).count("dot_general[")
+    assert 2 * count(written) < count(plain)
+    ways = next(blocks.cut_along_axes(flat, where, arena, CHEAP, "cpu", 1e-9, anew=False))
+    assert len(ways.cut) == 1
+
+
+@pytest.mark.parametrize("share", [2, 3])
+def test_costs_that_are_read_again_in_a_budget(share: int):
+    gpu_bytes = jturnip.peak_bytes(transport, *ARGS) // share
+    f = jturnip.jit(transport, gpu_bytes)
+    assert_same(f(*jturnip.host(ARGS)), jax.jit(transport)(*ARGS), ulps=64)
+    assert f.last_run.peak_bytes <= gpu_bytes

@@ -177,6 +177,18 @@ def total_of_states(h: Any, w: Any) -> Any:
     return total / h.size
 
 
+def value_of_paths(h: Any, rates: Any) -> Any:
+    """Its gradients by rates are sums over paths, times numbers of all iterations."""
+    pull, noise, steps = rates
+
+    def step(h: Any, shift: Any) -> Any:
+        dt = 1 / steps
+        return h - pull * h * dt + noise * jnp.sin(h + shift) * jnp.sqrt(dt), jnp.exp(-h)
+
+    h, seen = lax.scan(step, h, jnp.arange(4.0))
+    return jnp.mean(jnp.square(h)) + jnp.mean(seen)
+
+
 def states_that_were_counted(h: Any, w: Any) -> Any:
     """As a sampler counts what it accepts."""
 
@@ -323,6 +335,10 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...]]] = {
         jax.grad(total_of_states, (0, 1)),
         (numbers(16, 2048), numbers(16, 16) / 4),
     ),
+    "gradients of paths by their rates": (
+        jax.value_and_grad(value_of_paths, (0, 1)),
+        (numbers(16, 2048), np.asarray([0.5, 0.2, 3.0], np.float32)),
+    ),
     "states that were counted": (
         states_that_were_counted,
         (numbers(16, 2048), numbers(16, 16) / 4),
@@ -390,6 +406,15 @@ def test_cut_functions_give_the_same(name: str, quick_compilation: None):
             assert_same(evaluated(way, *args), expected, ulps=16 if narrow else 64)
             cut += 1
     assert cut
+
+
+def test_a_sum_over_paths_may_be_multiplied_by_a_number():
+    """It was thousands of equations, taken apart along the iterations, and driven."""
+    args = numbers(64, 512), np.asarray([0.5, 0.2, 3.0], np.float32)
+    flat = flat_of(jax.grad(value_of_paths, (0, 1)), *args)
+    found = rules(flat, works, Known())
+    loops = [r for e, r in zip(flat.equations, found, strict=True) if e.name == "scan"]
+    assert [r and sorted(r.reduced) for r in loops] == [[], [0, 1]]
 
 
 @pytest.mark.parametrize("share", [2, 5])

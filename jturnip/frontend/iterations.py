@@ -279,15 +279,27 @@ def _sums(
             break
     if not sums.isdisjoint(dims) or any(v in sums and w not in sums for v, w in carried):
         return None
+    numbers = _same_numbers(flat, counts[0])
     for e, how in zip(flat.equations, hows, strict=True):
-        if how is None and not _is_linear(e, sums, flat):
+        if how is None and not _is_linear(e, sums, numbers, flat):
             return None
         if how is not None and not sums.isdisjoint(read_by(e)):
             return None
     return frozenset(sums)
 
 
-def _is_linear(e: Equation, sums: Collection[int], flat: FlatJaxpr) -> bool:
+def _same_numbers(flat: FlatJaxpr, consts: int) -> frozenset[int]:
+    """Numbers that are the same in all iterations, and what is made of nothing else."""
+    found = {v for v in flat.inputs[:consts] if not flat.types[v].shape}
+    for e in flat.equations:
+        if found.issuperset(read_by(e)):
+            found.update(e.outputs)
+    return frozenset(found)
+
+
+def _is_linear(
+    e: Equation, sums: Collection[int], numbers: Collection[int], flat: FlatJaxpr
+) -> bool:
     """Whether an equation gives of a sum the sum of what it gives of each summand; or reads
     none."""
     read = [isinstance(v, int) and v in sums for v in e.inputs]
@@ -303,12 +315,13 @@ def _is_linear(e: Equation, sums: Collection[int], flat: FlatJaxpr) -> bool:
     if e.name not in ("mul", "dot_general", "div"):
         return e.name in _LINEAR and all(read)
     # Times infinity, or divided by zero, a part that is zero becomes NaN though the sum is
-    # none: so the other operand must be known.
+    # none: so the other operand must be known. A number that is the same in all iterations
+    # (a step of time, a rate) may be any: where it is infinite, so is the sum.
     if sum(read) != 1 or (e.name == "div" and not read[0]):
         return False
     other = e.inputs[read.index(False)]
     if not isinstance(other, Constant):
-        return counts
+        return counts or other in numbers
     return bool(
         np.all(np.isfinite(other.value)) and (e.name != "div" or np.all(other.value))
     )

@@ -12,9 +12,11 @@ from jturnip.compiler.executables import TooManyTasks
 from jturnip.errors import DoesNotFit, PlanningError
 from jturnip.frontend import costs
 from jturnip.frontend.blocks import Ways, cut_along_axes, has_loops_with_axes
+from jturnip.frontend.costs import DeviceRates
 from jturnip.frontend.flatten import flatten
 from jturnip.frontend.values import FlatJaxpr, called
 from jturnip.graph.plan import Plan
+from jturnip.graph.taskgraph import TaskGraph
 from jturnip.placement import Arguments, Budget
 from jturnip.programs import places, planning, splitting
 from jturnip.programs.again import may_be_called_again
@@ -42,6 +44,9 @@ _COPIES = 1.6
 # cut it are looked at.
 _WAITS = 1.5
 _WAYS_BESIDE = 3
+# The same where no more tasks than so many read and write much for one another: attention
+# with a bias took twice as long over 39 tasks as in blocks.
+_FEW_TASKS = 100
 # So many ways are looked at for one in which nothing moves twice.
 _FIRST_WAYS = 8
 
@@ -113,10 +118,10 @@ def or_in_blocks(
     how: How,
     to_host: frozenset[int] = frozenset(),
 ) -> Program:
-    """A program of few tasks that wait for what is moved, or of scans that were taken
-    apart; or one of the same function with what is between arguments and results done in
-    blocks, so that it need not be moved, or with scans cut along their axes instead, if
-    that is predicted to be faster.
+    """A program of few tasks that wait for what is moved, or write down much for one
+    another, or of scans that were taken apart; or one of the same function with what is
+    between arguments and results done in blocks, so that it need not be moved or written
+    down, or with scans cut along their axes instead, if that is predicted to be faster.
 
     Args:
       made: of the other arguments, as for `make_program`.
@@ -126,6 +131,7 @@ def or_in_blocks(
     if how.strategy != "auto":  # others are compared with one another, of the same tasks
         return made
     waits = _waits(made) and not _moves_little(made.plan, made.flat)
+    waits |= _writes_down_much(made, rates(arguments.device, how.accelerator))
     if len(made.split.graph.tasks) > _SOME_TASKS or not (waits or _has_bodies(closed)):
         return made
     seen = how.passes.seen(compat.lowering_platform(arguments.device))
@@ -235,16 +241,32 @@ def _has_much_to_gain(made: Straight) -> bool:
     """Whether a plan waits much for what it moves, or its tasks copy a lot within."""
     graph = made.split.graph
     accessed = sum(task.bytes_accessed for task in graph.tasks)
-    crossing = sum(
-        graph.buffers[b].nbytes for t in graph.tasks for b in (*t.inputs, *t.outputs)
-    )
-    return _waits(made) or accessed > _COPIES * crossing
+    return _waits(made) or accessed > _COPIES * _crossing_bytes(graph)
 
 
 def _waits(made: Straight) -> bool:
     """Whether a plan takes clearly longer than its tasks do by themselves."""
     computing = sum(task.seconds for task in made.split.graph.tasks)
     return made.plan.predicted_seconds > _WAITS * computing
+
+
+def _writes_down_much(made: Straight, expected: DeviceRates) -> bool:
+    """Whether few tasks read and write many times what goes in and comes out, and that is
+    most of what they do."""
+    graph = made.split.graph
+    if len(graph.tasks) > _FEW_TASKS:
+        return False
+    crossing = _crossing_bytes(graph)
+    computing = sum(task.seconds for task in graph.tasks)
+    is_most = crossing / expected.bytes_per_second > computing / 2
+    return is_most and crossing > _MUCH * _bytes_of_ends(made.flat)
+
+
+def _crossing_bytes(graph: TaskGraph) -> int:
+    """What tasks read and write, each time that they do."""
+    return sum(
+        graph.buffers[b].nbytes for t in graph.tasks for b in (*t.inputs, *t.outputs)
+    )
 
 
 def _has_bodies(closed: Any) -> bool:
@@ -258,9 +280,13 @@ def _has_bodies(closed: Any) -> bool:
 
 def _moves_little(plan: Plan, flat: FlatJaxpr, times: float = _MUCH) -> bool:
     """Whether a plan moves no more than so many times what goes in and comes out."""
+    return plan.h2d_bytes + plan.d2h_bytes <= times * _bytes_of_ends(flat)
+
+
+def _bytes_of_ends(flat: FlatJaxpr) -> int:
+    """What goes in and comes out."""
     ends = sum(flat.types[v].nbytes for v in flat.inputs)
-    ends += sum(flat.type_of(output).nbytes for output in flat.outputs)
-    return plan.h2d_bytes + plan.d2h_bytes <= times * ends
+    return ends + sum(flat.type_of(output).nbytes for output in flat.outputs)
 
 
 def _ways(

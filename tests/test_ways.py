@@ -148,6 +148,47 @@ def test_a_loop_that_is_in_the_way_is_compiled_once(monkeypatch: pytest.MonkeyPa
     assert max(compiled.values()) <= 2
 
 
+def test_what_is_expected_to_need_most_is_compiled_first(monkeypatch: pytest.MonkeyPatch):
+    """Where it cannot be cut and does not fit, the others need not be compiled."""
+    compiled: list[int] = []
+    compile_groups = splitting._compile
+
+    def counting(flat: FlatJaxpr, groups: Sequence[Group], *rest: Any, **more: Any) -> Any:
+        compiled.append(len(groups))
+        return compile_groups(flat, groups, *rest, **more)
+
+    monkeypatch.setattr(splitting, "_compile", counting)
+
+    def fn(x: Any, w: Any) -> Any:
+        large = jnp.linalg.eigh(x @ x.T)[1]
+        for n in range(1, 20):
+            w = jnp.sin(w * n) @ w
+        return large, w
+
+    traced = jax.jit(fn).trace(jnp.ones((128, 16)), jnp.ones((16, 16)))
+    lowered = jturnip.jit(fn, 130_000).lower(*traced.args_info[0])
+    how = dataclasses.replace(lowered._budgeted.how(), axes=False, finest=True)
+    arguments = lowered._budgeted.flattened.given
+    with pytest.raises(DoesNotFit, match="eigh"):
+        make.make_program(traced.jaxpr, (), arguments, Budget(140_000), how)
+    assert sum(compiled) < 10
+
+
+def test_a_task_has_not_thousands_of_equations():
+    """XLA takes much longer for one of 4,000 than for eight of 500."""
+
+    def fn(x: Any) -> Any:
+        for n in range(600):
+            x = jnp.sin(x) + n
+        return x
+
+    flat = flat_of(fn, SMALL)
+    groups = partitioner_of(flat).partition(1 << 40)
+    assert sum(len(g.equations) for g in groups) == len(flat.equations) == 1200
+    assert max(len(g.equations) for g in groups) <= 500
+    assert len(groups) <= 6
+
+
 @dataclasses.dataclass
 class Made:
     """What a way becomes, as far as `_Compared` looks at it."""

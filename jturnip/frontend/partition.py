@@ -45,6 +45,9 @@ _DEEPEST = 12  # equations that one reader may have to repeat
 # In a task XLA may hold so many copies of what an equation reads: a product of transposed
 # operands has two.
 _COPIES = 2
+# So many small equations are one task at most: XLA took 34 s for one of 4,222, which had to
+# be cut afterwards, and one for 467 of them.
+_MOST_TOGETHER = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +185,7 @@ class Partitioner:
         return self._model.least_bytes()
 
     def refine(
-        self, groups: Sequence[Group], too_large: frozenset[int], cuts: int = 1
+        self, groups: Sequence[Group], too_large: Collection[int], cuts: int = 1
     ) -> list[Group]:
         """Cuts the groups at these indices, where they can be cut: in two, or around what
         holds most by itself, which no other cut makes less; and so on what that gives, so
@@ -197,6 +200,15 @@ class Partitioner:
                 cut = [piece for each in cut for piece in self._cut_up(each)]
             pieces += cut
         return self._groups(pieces)
+
+    def hungriest(self, groups: Sequence[Group], more: int) -> list[Group]:
+        """Groups with an equation that is expected to need more bytes than so many, by what
+        it reads and writes and what it holds meanwhile."""
+        needed = [
+            self._padded(self._touched(e)) + self._model.inner[e]
+            for e in range(len(self._flat.equations))
+        ]
+        return [g for g in groups if max(needed[e] for e in g.equations) > more]
 
     def neediest(self, group: Group, nbytes: int) -> tuple[int, int]:
         """The equation of a group that needs most, and what a task with it needs at least,
@@ -300,7 +312,7 @@ class Partitioner:
             if before is not None and small_enough and not alone_before & alone:
                 before.grow(end)
                 alone_before |= alone
-                if before.shared <= largest:
+                if before.shared <= largest and end - before.begin <= _MOST_TOGETHER:
                     joined[-1] = (before.begin, end)
                     small_before = self._is_small(before)
                     continue
@@ -333,14 +345,17 @@ class Partitioner:
         return Segment(self._model, *segment).shared
 
     def _split(self, segment: tuple[int, int], largest: int) -> list[tuple[int, int]]:
-        """Cuts a segment until every piece holds little enough, or is one equation, or
-        holds hardly less in pieces."""
+        """Cuts a segment until every piece has few equations and holds little enough, or is
+        one equation, or holds hardly less in pieces."""
         pieces, todo = [], [segment]
         while todo:
             piece = todo.pop()
             held = self._held(piece)
-            halves = self._cut_up(piece) if held > largest else [piece]
-            if len(halves) > 1 and self._is_worth_cutting(piece, held, halves, largest):
+            is_long = piece[1] - piece[0] > _MOST_TOGETHER
+            halves = self._cut_up(piece) if held > largest or is_long else [piece]
+            if is_long or (
+                len(halves) > 1 and self._is_worth_cutting(piece, held, halves, largest)
+            ):
                 todo += reversed(halves)
             else:
                 pieces.append(piece)

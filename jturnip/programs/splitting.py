@@ -43,6 +43,11 @@ _SHARE = 4
 # So often tasks that XLA shows to be too large are cut once. What is too large then is cut
 # finer each time: the one equation that needs most may be at its end.
 _CUT_ONCE = 2
+# Tasks that are expected to need more than one over so much of the budget are compiled
+# first, if they are fewer than one in so many: where one of them cannot be cut and does not
+# fit, the others need not be compiled.
+_HUNGRY = 2
+_FEW_HUNGRY = 4
 
 
 def split(
@@ -99,30 +104,24 @@ def split(
     compiled, times = None, 0
     while True:
         groups = with_overwriting(flat, groups, staying)
+        hungry = partitioner.hungriest(groups, arena // _HUNGRY)
+        if needs is not None and 0 < len(hungry) * _FEW_HUNGRY < len(groups):
+            some = _compile(flat, hungry, arguments, most=most, spent=spent)
+            used += some.executables
+            graph, _ = build(flat, hungry, arguments, some)
+            _refuse(flat, partitioner, hungry, graph, budget, device, needs)
         compiled = _compile(flat, groups, arguments, compiled, most, spent)
         used += compiled.executables
         graph, buffers = build(flat, groups, arguments, compiled, to_host, accelerator)
         if smallest_budget(graph) <= arena:
             break
-        kept_bytes = resident_bytes(graph)
-        sizes = [task_bytes(graph, t) for t in graph.tasks]
-        too_large = {t for t, size in enumerate(sizes) if size + kept_bytes > arena}
-        if needs is not None and too_large:
-            neediest = (partitioner.neediest(groups[t], sizes[t]) for t in too_large)
-            e, least = max(neediest, key=lambda found: found[1])
-            if least + kept_bytes > arena:
-                refusal = _refusal(graph, budget, device)
-                needs.know(flat.equations[e], least, refusal, budget)
-                raise refusal
+        if needs is not None:
+            _refuse(flat, partitioner, groups, graph, budget, device, needs)
         times += 1
         cuts = max(1, times - _CUT_ONCE + 1)
-        finer = partitioner.refine(groups, frozenset(too_large), cuts)
+        finer = partitioner.refine(groups, _too_large(graph, arena), cuts)
         if len(finer) == len(groups):
-            refusal = _refusal(graph, budget, device)
-            if needs is not None and too_large:
-                t = max(too_large, key=lambda t: sizes[t])
-                needs.know_alone(flat, partitioner, groups[t], sizes[t], refusal, budget)
-            raise refusal
+            raise _refusal(graph, budget, device)
         groups = finer
     least = lambda there: _least_when_cut(flat, partitioner, arguments, graph, arena, there)
     away = leaving(flat, arguments, to_host, returned, arena, least)
@@ -256,6 +255,44 @@ def _least_when_cut(
     finest, _ = build(flat, _finest(flat, partitioner, arguments), arguments)
     workspace = max((padded(t.workspace) for t in graph.tasks), default=0)
     return min(least, _least_bytes(finest, there) + workspace)
+
+
+def _too_large(graph: TaskGraph, arena: int) -> frozenset[int]:
+    """Tasks that need more than there is, beside what is on the device all the time."""
+    free = arena - resident_bytes(graph)
+    return frozenset(
+        t for t, task in enumerate(graph.tasks) if task_bytes(graph, task) > free
+    )
+
+
+def _refuse(
+    flat: FlatJaxpr,
+    partitioner: Partitioner,
+    groups: Sequence[Group],
+    graph: TaskGraph,
+    budget: Budget,
+    device: Device,
+    needs: Needs,
+) -> None:
+    """Refuses a function of which an equation needs too much however its task is cut, as
+    XLA's figures for some of its tasks show; `needs` grows by that."""
+    arena = budget.arena(device)
+    too_large, free = _too_large(graph, arena), arena - resident_bytes(graph)
+    if not too_large:
+        return
+    sizes = {t: task_bytes(graph, graph.tasks[t]) for t in too_large}
+    neediest = (partitioner.neediest(groups[t], size) for t, size in sizes.items())
+    e, least = max(neediest, key=lambda found: found[1])
+    if least > free:
+        refusal = _refusal(graph, budget, device)
+        needs.know(flat.equations[e], least, refusal, budget)
+        raise refusal
+    uncut = [t for t in too_large if len(partitioner.refine([groups[t]], {0})) == 1]
+    if uncut:
+        t = max(uncut, key=lambda t: sizes[t])
+        refusal = _refusal(graph, budget, device)
+        needs.know_alone(flat, partitioner, groups[t], sizes[t], refusal, budget)
+        raise refusal
 
 
 def _refuse_early(

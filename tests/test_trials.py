@@ -122,18 +122,36 @@ def _made_in(trial: Any, seconds: float, sharding: jax.sharding.Sharding) -> Non
 
 
 @pytest.mark.parametrize(
-    ("first_seconds", "loads_code", "enough"),
-    [(0.2, False, True), (0.2, True, False), (0.02, False, False)],
+    ("first_seconds", "in_haste", "enough"),
+    [(0.2, True, True), (0.2, False, False), (0.02, True, False)],
 )
-def test_one_long_call_is_enough_where_the_first_loads_no_code(
-    first_seconds: float, loads_code: bool, enough: bool
+def test_one_long_call_is_enough_in_haste(
+    first_seconds: float, in_haste: bool, enough: bool
 ):
     trial = _Trial(Recorded().executable("a"))
-    assert not trial.is_enough(0, loads_code)
+    assert not trial.is_enough(0, in_haste)
     trial.seconds.append(first_seconds)
     trial.spent_seconds = first_seconds
-    assert trial.is_enough(1, loads_code) is enough
-    assert trial.is_enough(2, loads_code) is (first_seconds > 0.1)
+    assert trial.is_enough(1, in_haste) is enough
+    assert trial.is_enough(2, in_haste) is (first_seconds > 0.1)
+
+
+@pytest.mark.parametrize(("count", "calls"), [(3, 2), (4, 1)])
+def test_a_long_first_call_is_not_all_where_few_are_tried(
+    count: int, calls: int, monkeypatch: pytest.MonkeyPatch
+):
+    """It may be a slow one. Where all take more than half a second together, it is."""
+    monkeypatch.setattr("jturnip.compiler.trials._Clock.times", lambda *_: (0.0, 0.0, 0.15))
+    recorded = Recorded()
+    executables = [recorded.executable(name) for name in "abcd"[:count]]
+    seconds: list[int] = []
+    call = _Trial.call
+    monkeypatch.setattr(
+        "jturnip.compiler.trials._Trial.call",
+        lambda trial, clock: (seconds.append(1), call(trial, clock)),
+    )
+    tried(executables, trials_in(64 * MIB))
+    assert len(seconds) == count * calls
 
 
 def test_a_trial_that_fails_says_so_and_leaves_nothing_measured():

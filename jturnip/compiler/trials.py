@@ -33,6 +33,9 @@ _NOT_TRIED = CALLS_OUT | {"while"}
 # spoil all that is measured of one. After so many seconds of one it is enough.
 _TURNS = 5
 _TRIAL_SECONDS = 0.1
+# The first call alone says what a long one takes only where all of these take longer
+# together: one in ten was three times as slow as those after it.
+_FIRST_SECONDS = 0.5
 # Operands of so many bytes are made before the first of the tasks that read them is called.
 _TOGETHER_BYTES = 128 << 20
 # What is kept of an executable for other processes.
@@ -103,7 +106,9 @@ def try_out(
     # Zeros make NaNs that are nobody's.
     with trials.alone(), unheard(), _clock(sharding) as clock:
         for turn in range(1 + _TURNS):
-            going = [t for t in tried if not t.is_enough(turn, loads_code)]
+            first_seconds = sum(t.seconds[0] for t in tried) if turn else 0.0
+            in_haste = not loads_code and first_seconds > _FIRST_SECONDS
+            going = [t for t in tried if not t.is_enough(turn, in_haste)]
             for together, nbytes in _batches(going, needs, trials.room):
                 trials.peak_bytes = max(trials.peak_bytes, trials.there + nbytes)
                 for trial in together:
@@ -162,16 +167,16 @@ class _Trial:
         jax.block_until_ready(self._operands)
         self.spent_seconds += time.perf_counter() - began
 
-    def is_enough(self, turn: int, loads_code: bool) -> bool:
+    def is_enough(self, turn: int, in_haste: bool) -> bool:
         """Whether no turn is needed after these.
 
         Args:
           turn: how many there were.
-          loads_code: whether the first call loads code, which takes any time. Elsewhere it
-            is slow by some milliseconds, which are little of a long one.
+          in_haste: whether the first call will do where it was long: unless it loads code,
+            which takes any time, it is slow by some milliseconds, most often.
         """
         if turn <= 1:
-            return turn == 1 and not loads_code and self.seconds[0] >= _TRIAL_SECONDS
+            return turn == 1 and in_haste and self.seconds[0] >= _TRIAL_SECONDS
         return self.spent_seconds >= _TRIAL_SECONDS
 
     def call(self, clock: "_Clock") -> None:

@@ -104,12 +104,13 @@ def split(
     compiled, times = None, 0
     while True:
         groups = with_overwriting(flat, groups, staying)
-        hungry = partitioner.hungriest(groups, arena // _HUNGRY)
-        if needs is not None and 0 < len(hungry) * _FEW_HUNGRY < len(groups):
-            some = _compile(flat, hungry, arguments, most=most, spent=spent)
-            used += some.executables
-            graph, _ = build(flat, hungry, arguments, some)
-            _refuse(flat, partitioner, hungry, graph, budget, device, needs)
+        if needs is not None:
+            hungry = partitioner.hungriest(groups, arena // _HUNGRY)
+            if 0 < len(hungry) * _FEW_HUNGRY < len(groups):
+                some = _compile(flat, hungry, arguments, most=most, spent=spent)
+                used += some.executables
+                graph, _ = build(flat, hungry, arguments, some)
+                _refuse(flat, partitioner, hungry, graph, budget, device, needs)
         compiled = _compile(flat, groups, arguments, compiled, most, spent)
         used += compiled.executables
         graph, buffers = build(flat, groups, arguments, compiled, to_host, accelerator)

@@ -34,7 +34,7 @@ _NOT_TRIED = CALLS_OUT | {"while"}
 _TURNS = 5
 _TRIAL_SECONDS = 0.1
 # The first call alone says what a long one takes only where all of these take longer
-# together: one in ten was three times as slow as those after it.
+# together: it may be three times as slow as those after it.
 _FIRST_SECONDS = 0.5
 # Operands of so many bytes are made before the first of the tasks that read them is called.
 _TOGETHER_BYTES = 128 << 20

@@ -198,19 +198,16 @@ def _cut(
     """A function cut over tasks along some axes, then in blocks, perhaps in two forms; and
     what was cut how."""
     cut, key = flat, []
+    most = room.most_equations + len(flat.equations)
     for _ in range(_AXES):
         again = cut_once(cut, room, True, search)
-        if not again.how or _is_too_long(again.cut, flat, room):
+        if not again.how or len(again.cut.equations) > most:
             break
         cut = again.cut
         key.append(again.how)
     found = cut_once(cut, room, False, search)
     forms = (found.cut,) if found.materialized is None else (found.materialized, found.cut)
     return forms, (*key, found.how)
-
-
-def _is_too_long(cut: FlatJaxpr, flat: FlatJaxpr, room: Room) -> bool:
-    return len(cut.equations) > room.most_equations + len(flat.equations)
 
 
 def name_of(e: Equation) -> str:

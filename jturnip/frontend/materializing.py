@@ -50,15 +50,17 @@ def worth_materializing(
       free: bytes for what is written down.
       rates: what the device is expected to do.
     """
-    if stretch.loops == 1 or stretch.loops * len(stretch.equations) > _MOST_EQUATIONS:
+    if stretch.loops * len(stretch.equations) > _MOST_EQUATIONS:
         return None
     count = stretch.length // size
-    least = _LEAST_SAVED * _flops(flat, stretch.passes(flat)) / rates.flops_per_second
-    best, most = None, least * count
+    anew = _flops(flat, stretch.passes(flat))
+    best, most = None, _LEAST_SAVED * anew / rates.flops_per_second * count
     for values in _sets(flat, stretch):
         nbytes = sum(flat.types[v].nbytes for v in values)
         blocks = min(count, free * stretch.length // (nbytes * size))
-        saved, taken = _saved_seconds(flat, stretch, values, rates)
+        passes = list(stretch.passes(flat, values))
+        saved = (anew - _flops(flat, passes)) / rates.flops_per_second
+        taken = (nbytes + _read_bytes(flat, passes, values)) / rates.bytes_per_second
         gained = (saved - _WORTH * taken) * blocks
         if blocks >= _LEAST_BLOCKS * count and gained > most:
             best, most = Materialized(values, blocks), gained
@@ -81,20 +83,15 @@ def _sets(flat: FlatJaxpr, stretch: Stretch) -> Iterator[frozenset[int]]:
         yield frozenset(crossing)
 
 
-def _saved_seconds(
-    flat: FlatJaxpr, stretch: Stretch, values: frozenset[int], rates: DeviceRates
-) -> tuple[float, float]:
-    """What need not be made anew if some values are written down, and what it takes to
-    write and to read these."""
-    forms = stretch.passes(flat), stretch.passes(flat, values)
-    saved = _flops(flat, forms[0]) - _flops(flat, forms[1])
-    accessed = sum(flat.types[v].nbytes for v in values)
-    for each in stretch.passes(flat, values):
+def _read_bytes(flat: FlatJaxpr, passes: Iterable[Pass], values: frozenset[int]) -> int:
+    """Bytes of some values that passes read and do not make, each time that they do."""
+    nbytes = 0
+    for each in passes:
         equations = [flat.equations[i] for i in each.steps]
         made = {v for e in equations for v in e.outputs}
         read = {v for e in equations for v in read_by(e)} - made
-        accessed += sum(flat.types[v].nbytes for v in values & read)
-    return saved / rates.flops_per_second, accessed / rates.bytes_per_second
+        nbytes += sum(flat.types[v].nbytes for v in values & read)
+    return nbytes
 
 
 def _flops(flat: FlatJaxpr, passes: Iterable[Pass]) -> float:

@@ -13,7 +13,7 @@ from jax.extend.random import threefry2x32_p
 
 from jturnip.frontend import axes, costs, iterations
 from jturnip.frontend.loops import LOOPS
-from jturnip.frontend.materializing import NOTHING, Materialized
+from jturnip.frontend.materializing import Materialized
 from jturnip.frontend.rules import COMBINED, SAME, SCATTERS, Along, Rule
 from jturnip.frontend.stretches import Pass, Stretch
 from jturnip.frontend.values import Constant, Equation, FlatJaxpr, Type, bind, carry_out
@@ -460,10 +460,7 @@ _POSITION = jax.ShapeDtypeStruct((), np.int32)
 
 
 def in_blocks(
-    flat: FlatJaxpr,
-    stretch: Stretch,
-    size: int,
-    materialized: Materialized = NOTHING,
+    flat: FlatJaxpr, stretch: Stretch, size: int, materialized: Materialized
 ) -> Any:
     """The equation of a jaxpr that does a stretch in blocks of so many positions; of the
     first blocks some values are written down for later loops."""

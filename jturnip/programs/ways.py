@@ -130,16 +130,16 @@ def or_in_blocks(
         return made
     if how.strategy != "auto":  # others are compared with one another, of the same tasks
         return made
-    waits = _waits(made) and not _moves_little(made.plan, made.flat)
-    waits |= _writes_down_much(made, rates(arguments.device, how.accelerator))
-    if len(made.split.graph.tasks) > _SOME_TASKS or not (waits or _has_bodies(closed)):
+    may_gain = _waits(made) and not _moves_little(made.plan, made.flat)
+    may_gain |= _writes_down_much(made, rates(arguments.device, how.accelerator))
+    if len(made.split.graph.tasks) > _SOME_TASKS or not (may_gain or _has_bodies(closed)):
         return made
     seen = how.passes.seen(compat.lowering_platform(arguments.device))
     flat = flatten(closed, forwarded, None, None, seen)
     loops = [e for e in flat.equations if any(True for _ in costs.nested(e.origin))]
     apart = bool(loops) and len(made.flat.equations) > len(flat.equations)
     scans = apart and has_loops_with_axes(flat, budget.arena(arguments.device))
-    if not (scans or (waits and not loops)):
+    if not (scans or (may_gain and not loops)):
         return made
     found = [made]
     for ways in itertools.islice(_ways(flat, arguments, budget, how), _WAYS_BESIDE):

@@ -135,16 +135,41 @@ def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 
 def _is_more_than_numpy(array: jax.Array) -> bool:
     """Whether it is a key or weakly typed, which numpy's arrays never are."""
-    is_key = jnp.issubdtype(array.dtype, jax.dtypes.extended)
-    return is_key or bool(getattr(array, "weak_type", False))
+    return _is_key(array.dtype) or bool(getattr(array, "weak_type", False))
+
+
+def _is_key(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jax.dtypes.extended)
 
 
 def view(array: jax.Array) -> np.ndarray:
-    """The contents of an array in host memory, not copied where that can be helped.
+    """The contents of an array in host memory, not copied where that can be helped; of keys
+    their data, with dimensions more at the end.
 
     Keeps the memory alive, even if the array is deleted.
     """
-    return np.asarray(array.addressable_data(0))
+    data = jax.random.key_data(array) if _is_key(array.dtype) else array
+    return np.asarray(data.addressable_data(0))
+
+
+def room_for(struct: jax.ShapeDtypeStruct) -> np.ndarray:
+    """Memory of numpy's for the contents of an array."""
+    if _is_key(struct.dtype):
+        struct = jax.eval_shape(jax.random.key_data, struct)
+    return empty(struct.shape, struct.dtype)
+
+
+def with_contents(
+    contents: np.ndarray, dtype: Any, where: jax.sharding.Sharding
+) -> jax.Array:
+    """An array of contents that `view` gave, or that were put in `room_for` it."""
+    array = from_numpy(contents, where)
+    if not _is_key(dtype):
+        return array
+    found: list[Any] = []
+    struct = jax.ShapeDtypeStruct((), dtype)
+    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), struct)
+    return jax.random.wrap_key_data(array, impl=found[0])
 
 
 class ClosedOver:

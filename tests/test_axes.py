@@ -744,6 +744,46 @@ def test_gamma_variates_are_made_for_some_rows_at_a_time():
     assert f.last_run.peak_bytes <= gpu_bytes
 
 
+def folded(keys: Any) -> Any:
+    return jax.vmap(lambda key: jax.random.fold_in(key, 3))(keys)
+
+
+def folded_while(keys: Any) -> Any:
+    goes_on = lambda state: state[0] < 3
+    fold = lambda state: (state[0] + 1, jax.vmap(lambda k: fold_in(k, state[0]))(state[1]))
+    fold_in = jax.random.fold_in
+    return lax.while_loop(goes_on, fold, (0, keys))[1]
+
+
+@pytest.mark.parametrize("donated", [(), 0])
+@pytest.mark.parametrize("fn", [folded, folded_while])
+def test_keys_are_read_and_put_together_in_parts(fn: Callable[..., Any], donated: Any):
+    """Numpy has no type for them: their data are what the host has."""
+    keys = jax.random.split(jax.random.key(0), 20_000)
+    gpu_bytes = keys.nbytes * 5 // 4  # they come whole
+    f = jturnip.jit(fn, gpu_bytes, donate_argnums=donated)
+    result, want = f(jturnip.host(keys)), jax.jit(fn)(keys)
+    assert result.dtype == want.dtype
+    assert result.sharding.memory_kind == "pinned_host"
+    data = jax.random.key_data
+    np.testing.assert_array_equal(data(result), data(want))
+    assert f.last_run.peak_bytes <= gpu_bytes
+
+
+@pytest.mark.parametrize("donated", [(), 0])
+def test_packed_numbers_are_put_together_in_parts(donated: Any):
+    """Two are a byte, which numpy does not have: the host cannot write them in place."""
+    fn = lambda x: x * 3 + 1
+    x = (jnp.arange(400_000) % 7).astype(jnp.int4).reshape(400, 1000)
+    gpu_bytes = unconstrained_peak(fn, x) // 3
+    f = jturnip.jit(fn, gpu_bytes, donate_argnums=donated)
+    result = f(jturnip.host(x))
+    assert result.dtype == x.dtype
+    wide = lambda numbers: np.asarray(numbers, np.int8)
+    np.testing.assert_array_equal(wide(result), wide(fn(x)))
+    assert f.last_run.peak_bytes <= gpu_bytes
+
+
 @pytest.mark.parametrize("share", [2, 4])
 def test_a_loop_of_vmap_is_done_for_some_rows_at_a_time(share: int):
     """Some of them are done long before others."""

@@ -413,8 +413,9 @@ class ChainRunner:
         host = placement.sharding(self._device, on_host=True)
         if isinstance(output, Parts):
             parts = [memory.view(values.arrays.pop(v)) for v in output.values]
-            whole = memory.empty(output.type.shape, output.type.dtype)
-            return memory.from_numpy(np.concatenate(parts, out=whole), host)
+            whole = memory.room_for(output.type.struct())
+            np.concatenate(parts, out=whole)
+            return memory.with_contents(whole, output.type.dtype, host)
         array = values.arrays[output]
         if output in self._chain.flat.inputs:
             return array

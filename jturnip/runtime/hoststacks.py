@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from jturnip import compat, memory
-from jturnip.frontend.values import Type, Window
+from jturnip.frontend.values import Type, Window, is_key, is_packed
 from jturnip.memory import view
 
 
@@ -32,6 +32,11 @@ def parts_of(array: jax.Array, windows: Sequence[Window]) -> list[jax.Array | np
     """
     contents = view(array)
     pieces = [contents[window.index] for window in windows]
+    if not _is_as_numpy_has_it(array.dtype):  # such arrays are small: copies will do
+        made = functools.partial(
+            memory.with_contents, dtype=array.dtype, where=array.sharding
+        )
+        return [made(np.array(piece)) for piece in pieces]
     if not _is_within_reach(array):
         return list(pieces)
     return [
@@ -79,7 +84,12 @@ class Assembly:
         leaves = list(leaves)
         for number, result in enumerate(self._results):
             at = result.argument
-            in_place = at is not None and at not in keep and _is_within_reach(leaves[at])
+            in_place = (
+                at is not None
+                and at not in keep
+                and _is_as_numpy_has_it(result.type.dtype)
+                and _is_within_reach(leaves[at])
+            )
             if at is not None and in_place:
                 leaves[at], contents = taken_over(leaves[at])
                 self._taken[number] = leaves[at]
@@ -129,8 +139,12 @@ class Assembly:
             np.copyto(self._target[number][window.index], view(array))
         self._late.clear()
         results = [
-            memory.from_numpy(target, sharding) if taken is None else taken
-            for taken, target in zip(self._taken, self._target, strict=True)
+            memory.with_contents(target, result.type.dtype, sharding)
+            if taken is None
+            else taken
+            for taken, target, result in zip(
+                self._taken, self._target, self._results, strict=True
+            )
         ]
         self._target.clear()
         self._taken.clear()
@@ -168,8 +182,13 @@ def _is_within_reach(array: jax.Array) -> bool:
     return next(iter(array.devices())).platform == "cpu"
 
 
+def _is_as_numpy_has_it(dtype: Any) -> bool:
+    """Whether host memory holds what `view` gives: not so for keys and int4."""
+    return not is_key(dtype) and not is_packed(dtype)
+
+
 def _empty(t: Type) -> np.ndarray:
-    return memory.empty(t.shape, t.dtype)
+    return memory.room_for(t.struct())
 
 
 def _writable(contents: np.ndarray) -> np.ndarray:

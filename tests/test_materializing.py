@@ -11,11 +11,16 @@ from flat import evaluated, flat_of
 from hypothesis import example, given, settings, strategies as st
 
 import jturnip
-from jturnip.frontend import blocks, parts
+from jturnip.frontend import blocks, costs, materializing, parts
 from jturnip.frontend.axes import Known, rules
 from jturnip.frontend.costs import DeviceRates
-from jturnip.frontend.cutting import Blocks, with_cuttings
-from jturnip.frontend.materializing import NOTHING, Materialized, worth_materializing
+from jturnip.frontend.cutting import Blocks, Tasks, with_cuttings
+from jturnip.frontend.materializing import (
+    NOTHING,
+    Materialized,
+    worth_keeping,
+    worth_materializing,
+)
 from jturnip.frontend.stretches import Stretch, Stretches
 from jturnip.frontend.values import FlatJaxpr
 
@@ -41,13 +46,16 @@ ARGS = tuple(
 )
 
 
+def stretches_of(flat: FlatJaxpr) -> Stretches:
+    return Stretches(flat, rules(flat, parts.works, Known()))
+
+
 @pytest.fixture(scope="module")
 def found() -> tuple[FlatJaxpr, Stretch]:
     """The function, and all of it along the rows of the costs."""
     flat = flat_of(transport, *ARGS)
-    stretches = Stretches(flat, rules(flat, parts.works, Known()))
-    costs = next(e.outputs[0] for e in flat.equations if e.name == "dot_general")
-    stretch = stretches.along(range(len(flat.equations)), costs, 0)
+    product = next(e.outputs[0] for e in flat.equations if e.name == "dot_general")
+    stretch = stretches_of(flat).along(range(len(flat.equations)), product, 0)
     assert stretch is not None
     assert stretch.loops > 2
     return flat, stretch
@@ -81,8 +89,7 @@ def test_it_changes_nothing_but_what_is_made_anew(
 def _in_blocks(
     flat: FlatJaxpr, stretch: Stretch, size: int, written: Materialized
 ) -> FlatJaxpr:
-    stretches = Stretches(flat, rules(flat, parts.works, Known()))
-    return with_cuttings(stretches, [Blocks(stretch, size, 0, written)])
+    return with_cuttings(stretches_of(flat), [Blocks(stretch, size, 0, written)])
 
 
 def test_products_are_made_once_where_they_are_written_down(
@@ -112,6 +119,72 @@ def test_as_much_is_written_down_as_there_is_room_for(found: tuple[FlatJaxpr, St
 
 def test_what_is_cheap_is_made_anew(found: tuple[FlatJaxpr, Stretch]):
     assert worth_materializing(*found, 5, 1 << 30, CHEAP) is None
+
+
+@settings(max_examples=5, deadline=None)
+@example(size=30)
+@example(size=7)
+@given(size=st.integers(5, 30))
+def test_tasks_hand_on_what_later_loops_read(found: tuple[FlatJaxpr, Stretch], size: int):
+    """As parts of their own, which a plan may have anywhere: they are made once."""
+    flat, stretch = found
+    kept = worth_keeping(flat, stretch, DEAR)
+    assert kept is not None
+    none, parts_of = frozenset[int](), -(-stretch.length // size)
+    counts = []
+    for values in (none, kept.values):
+        tasks = Tasks(stretch, size, 0, none, none, none, kept=values)
+        cut = with_cuttings(stretches_of(flat), [tasks])
+        assert_same(
+            evaluated(cut, *ARGS), jax.tree.leaves(jax.jit(transport)(*ARGS)), ulps=64
+        )
+        counts.append(str([e.name for e in cut.equations]).count("dot_general"))
+    assert counts == [stretch.loops * parts_of, parts_of]
+
+
+def test_what_loops_make_anew_is_less_where_some_is_written_down(
+    found: tuple[FlatJaxpr, Stretch],
+):
+    flat, stretch = found
+    kept = worth_keeping(flat, stretch, DEAR)
+    assert kept is not None
+    assert kept.written_bytes == sum(flat.types[v].nbytes for v in kept.values)
+    assert kept.read_bytes > kept.written_bytes
+    made_again = [materializing.made_again(flat, stretch, DEAR, s) for s in (1, 0.5, 0)]
+    assert [again.share for again in made_again] == sorted(
+        (again.share for again in made_again), reverse=True
+    )
+    whole, half, nothing = made_again
+    assert nothing.saved_seconds == 0
+    assert whole.read_bytes == 2 * half.read_bytes == kept.read_bytes
+    assert half.seconds == pytest.approx(whole.seconds - whole.saved_seconds / 2)
+    both = whole + nothing
+    assert both.share == pytest.approx(
+        whole.saved_seconds / (whole.seconds + nothing.seconds)
+    )
+    assert materializing.made_again(flat, stretch, CHEAP).share == 0
+
+
+def test_rows_of_few_features_are_dear_on_some_devices():
+    """A sum over the last axis takes as long for each row, however short that is."""
+    rates = DeviceRates(1e9, 1e9, launch_seconds=0.0, row_seconds=1e-6)
+    x = np.ones((30, 20, 3), np.float32)
+    for axis, rows in ((-1, 600), ((0, 2), 20), (0, 0)):
+        (e,) = flat_of(lambda x, axis=axis: x.sum(axis), x).equations
+        seconds = rates.computing(e.origin)
+        assert seconds == pytest.approx(rows * 1e-6 + costs.flops(e.origin) / 1e9)
+
+
+def test_ways_that_keep_make_nothing_anew():
+    flat = flat_of(transport, *ARGS)
+    where = blocks.Where(frozenset(flat.inputs))
+    first = next(blocks.cut_along_axes(flat, where, 28_000, DEAR, "cpu", 1e-9))
+    assert first.again is not None
+    products = lambda cut: str(cut.equations).count("dot_general")
+    ways = blocks.cut_along_axes(flat, where, 28_000, DEAR, "cpu", 1e-9, False, keep=True)
+    kept = next(way for way in ways if way.again is None)
+    (cut, *_) = kept.cut
+    assert 0 < products(cut) < sum(e.name == "sub" for e in cut.equations)
 
 
 def test_both_forms_are_ways_to_cut():

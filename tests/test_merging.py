@@ -16,7 +16,7 @@ from random_programs import WIDTH, initial_state, random_program
 import jturnip
 from jturnip.frontend.anew import Large, made_anew
 from jturnip.frontend.axes import Known
-from jturnip.frontend.costs import HEAVY, REDUCTIONS
+from jturnip.frontend.costs import HEAVY, REDUCTIONS, DeviceRates
 from jturnip.frontend.inline import inline
 from jturnip.frontend.merging import merged
 from jturnip.frontend.values import FlatJaxpr
@@ -169,7 +169,12 @@ def test_a_random_program_written_twice_is_done_once(seed: int):
 # -- made anew -------------------------------------------------------------------------
 
 
-LARGE = Large(nbytes=64 * 64 * 2, seconds_per_byte=1e-9, flops_per_second=1e11)
+def arithmetic(flops_per_second: float) -> DeviceRates:
+    """A device of which nothing else is known."""
+    return DeviceRates(flops_per_second, bytes_per_second=1.0, launch_seconds=0.0)
+
+
+LARGE = Large(64 * 64 * 2, seconds_per_byte=1e-9, rates=arithmetic(1e11))
 
 
 def kernel_of(x: Any) -> Any:
@@ -210,7 +215,7 @@ def test_what_its_readers_can_share_is_made_once():
 
 def test_what_takes_longer_than_to_move_it_is_made_once():
     flat = flat_of(functools.partial(chained, 3), some(64, 3), some(64))
-    slow = Large(LARGE.nbytes, LARGE.seconds_per_byte, flops_per_second=1e6)
+    slow = Large(LARGE.nbytes, LARGE.seconds_per_byte, arithmetic(1e6))
     assert anew(flat, slow) is flat
 
 
@@ -294,6 +299,6 @@ def test_a_kernel_used_over_and_over_takes_few_tasks_and_few_bytes(
 def test_random_programs_mean_the_same_with_much_made_anew(seed: int):
     fn, args = drawn(seed)
     flat = flat_of(fn, *args)
-    again = anew(flat, Large(nbytes=1024, seconds_per_byte=1.0, flops_per_second=1e12))
+    again = anew(flat, Large(1024, seconds_per_byte=1.0, rates=arithmetic(1e12)))
     leaves = jax.tree.leaves(args)
     assert_same(evaluated(again, *leaves), evaluated(flat, *leaves), ulps=2048)

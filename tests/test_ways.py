@@ -20,12 +20,14 @@ from jturnip.errors import DoesNotFit
 from jturnip.frontend import blocks, effort
 from jturnip.frontend.blocks import Ways
 from jturnip.frontend.effort import Effort
+from jturnip.frontend.materializing import Again
 from jturnip.frontend.partition import Group, Partitioner
 from jturnip.frontend.values import FlatJaxpr
 from jturnip.placement import Budget
 from jturnip.programs import make, splitting, ways
 from jturnip.programs.devices import rates
 from jturnip.programs.needs import Needs
+from jturnip.runtime.schedule import Link
 
 
 def partitioner_of(flat: FlatJaxpr, staying: Sequence[int] = ()) -> Partitioner:
@@ -241,12 +243,12 @@ class Split:
     executables: tuple[Any, ...]
 
 
-def ways_of(*counts: int, anew: bool = False) -> list[Ways]:
+def ways_of(*counts: int, anew: bool = False, again: Again | None = None) -> list[Ways]:
     """Ways with so many equations."""
     flat = flat_of(sorted_and_scaled, BIG, SMALL)
     (equation, *_) = flat.equations
     return [
-        Ways((dataclasses.replace(flat, equations=(equation,) * n),), anew=anew)
+        Ways((dataclasses.replace(flat, equations=(equation,) * n),), False, anew, again)
         for n in counts
     ]
 
@@ -261,7 +263,15 @@ def lengths(found: Any) -> list[int]:
 def test_what_has_many_more_equations_is_not_made():
     some = compared(MUCH)
     some.look(iter(ways_of(10, 21, 20, 4, 9, 8)))
-    assert lengths(some) == [10, 20, 4]  # four were looked at
+    assert lengths(some) == [10, 20, 4, 8]
+
+
+def test_so_many_ways_are_looked_for_after_the_first():
+    """Each takes time to find, also where it has too many equations to be made."""
+    some = compared(MUCH, refuse=(100,))
+    count = ways._MOST_WAYS
+    some.look(iter(ways_of(*[100] * count, 10, *[21] * (count - 1), 9, 8)))
+    assert lengths(some) == [10, 9]
 
 
 @pytest.mark.parametrize(
@@ -301,12 +311,40 @@ def test_few_executables_may_always_be_compiled():
 
 def test_the_first_that_moves_little_will_do():
     some = compared(LITTLE, refuse=(10,))
-    assert some.look(iter(ways_of(10, 30, 7, anew=True)))
+    some.look(iter(ways_of(10, 30, 7)))
     assert lengths(some) == [30]
     assert len(some.refusals) == 1
-    # What is kept instead is looked at for itself, also with many more equations.
-    assert not some.look(iter(ways_of(90, 50)))
+
+
+LINK = Link(1e9, 1e9)
+
+
+def test_what_is_made_anew_is_also_kept():
+    """That is looked at for itself, also with many more equations."""
+    some = compared(LITTLE)
+    some.look(iter(ways_of(30, anew=True)))
+    some.look_to_keep(lambda: iter(ways_of(90, 50)), LINK)
     assert lengths(some) == [30, 90]
+
+
+@pytest.mark.parametrize(
+    ("share", "moved", "found"),
+    [
+        (0.5, 1e8, [30, 40]),
+        (0.2, 1e8, [30]),  # it would not be much faster
+        (0.5, 1e9, [30]),  # it takes as long to move it
+    ],
+)
+def test_what_loops_make_anew_is_kept_where_that_may_be_faster(
+    share: float, moved: int, found: list[int]
+):
+    again = Again(1.0, share, written_bytes=int(moved), read_bytes=int(moved))
+    some = compared(LITTLE)
+    some.look(iter(ways_of(30, again=again)))
+    # One that makes it anew as well is not made, nor one with so many equations.
+    kept = [*ways_of(20, again=again), *ways_of(30, ways._MOST_KEPT + 1, 40, 10)]
+    some.look_to_keep(lambda keep: iter(kept) if keep else iter(()), LINK)
+    assert lengths(some) == found
 
 
 def test_any_plan_will_do_where_it_is_only_asked_whether_there_is_one():

@@ -29,7 +29,7 @@ class Large:
     nbytes: int
     # To write down a byte elsewhere and read it again.
     seconds_per_byte: float
-    flops_per_second: float
+    rates: costs.DeviceRates
 
 
 def made_anew(flat: FlatJaxpr, large: Large, known: Known) -> FlatJaxpr:
@@ -92,7 +92,7 @@ def making(flat: FlatJaxpr, writer: dict[int, int], v: int, large: Large) -> Seq
             needed.add(value)
             continue
         e = flat.equations[i]
-        seconds -= costs.flops(e.origin) / large.flops_per_second
+        seconds -= large.rates.computing(e.origin)
         if seconds < 0 or e.effects or e.driven or not gives_the_same_bits_again(e.origin):
             return ()
         found.add(i)

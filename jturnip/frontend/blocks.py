@@ -28,6 +28,7 @@ from jturnip.frontend.choosing import (
 )
 from jturnip.frontend.costs import DeviceRates, slow_in_loops
 from jturnip.frontend.effort import Effort
+from jturnip.frontend.materializing import Again
 from jturnip.frontend.rules import Rule
 from jturnip.frontend.running import rows_as_blocks
 from jturnip.frontend.shifting import shifted
@@ -36,21 +37,25 @@ from jturnip.frontend.values import Constant, Equation, FlatJaxpr
 from jturnip.units import format_bytes
 
 
+# How often what is cut into tasks may be cut again, along another axis.
+_AXES = 3
 # Values are large from these shares of the budget on, in the order in which they are tried.
 _SHARES = (1.0, 0.5, 0.25, 0.125, 0.0625)
 # What is tried: as for so many times less than there is, and with XLA holding so much of a
 # block at once, in values of the widest equation. Few large blocks come first: they are
 # fast, and XLA may fuse what is between. Where they do not fit after all, each stretch that
-# needs tasks has them, whatever else could be done in blocks.
+# needs tasks has them, whatever else could be done in blocks, along so many axes.
 _TRIES = (
-    (1, 0.5, False, False),
-    (1, 1, False, False),
-    (1, 2, False, False),
-    (1, 2, True, False),
-    (2, 2, True, False),
-    (4, 2, True, False),
-    (1, 2, True, True),
-    (2, 2, True, True),
+    (1, 0.5, 0, False),
+    (1, 1, 0, False),
+    (1, 2, 0, False),
+    (1, 2, _AXES, False),
+    (2, 2, _AXES, False),
+    (4, 2, _AXES, False),
+    (1, 2, _AXES, True),
+    (1, 2, 1, True),
+    (2, 2, _AXES, True),
+    (2, 2, 1, True),
 )
 # The shares for what is between stretches and stays apart: what is small is in parts too.
 _SHARES_APART = (0.5, 0.125)
@@ -59,8 +64,6 @@ _SHARES_APART = (0.5, 0.125)
 # moved are tasks of their own.
 _LARGE = 1 / 2
 _CHEAPER = 32
-# How often what is cut into tasks may be cut again, along another axis.
-_AXES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +74,19 @@ class Ways:
     # Whether more is put together of parts than there is room for. Only where XLA fuses
     # that with what reads it, it fits.
     doubtful: bool = False
-    # Whether something large is made anew in them rather than kept.
+    # Whether something large is made anew for each that reads it, rather than kept; and
+    # what is made anew in loops over blocks.
     anew: bool = False
+    again: Again | None = None
 
 
-def _tries() -> Iterator[tuple[int, float, bool, bool, float]]:
-    """How much less there is, how much of a block XLA holds at once, whether tasks are made
-    although blocks may do, whether what is between may stay apart, and what is large."""
+def _tries(keep: bool) -> Iterator[tuple[int, float, int, bool, float]]:
+    """How much less there is, how much of a block XLA holds at once, along how many axes
+    tasks are made although blocks may do, whether what is between may stay apart, and what
+    is large; of those in which what loops make anew is kept, or of all."""
     for tighter, at_once, eager, apart in _TRIES:
+        if keep and not apart:
+            continue
         for share in _SHARES_APART if apart else _SHARES:
             yield tighter, at_once, eager, apart, share
 
@@ -92,6 +100,7 @@ def cut_along_axes(
     seconds_per_byte: float,
     anew: bool = True,
     effort: Effort | None = None,
+    keep: bool = False,
 ) -> Iterator[Ways]:
     """The function with its large stretches cut, in some ways that are worth trying; the
     doubtful ones last.
@@ -107,6 +116,8 @@ def cut_along_axes(
         they come before those without.
       effort: what was looked at before, for the same function; grows. No way is looked for
         once that is enough.
+      keep: whether there are only ways in which what loops over blocks would make anew is
+        kept, in parts.
     """
     effort = effort or Effort()
     arena -= nbytes_of(flat, where.staying)
@@ -119,12 +130,13 @@ def cut_along_axes(
     for each, has_copies in _written_otherwise(flat, arena, large, known):
         if has_copies and not anew:
             continue
-        for ways in _in_some_ways(each, where, arena, rates, platform, known, effort):
-            sure = tuple(cut for cut in ways if not _joins_too_much(cut, arena))
+        for ways in _in_some_ways(each, where, arena, rates, platform, known, effort, keep):
+            ways = dataclasses.replace(ways, anew=has_copies)
+            sure = tuple(cut for cut in ways.cut if not _joins_too_much(cut, arena))
             if sure:
-                yield Ways(sure, anew=has_copies)
+                yield dataclasses.replace(ways, cut=sure)
             else:
-                doubtful.append(Ways(tuple(ways), doubtful=True, anew=has_copies))
+                doubtful.append(dataclasses.replace(ways, doubtful=True))
     yield from doubtful
 
 
@@ -143,7 +155,7 @@ def _written_otherwise(
 
 def large_for(arena: int, rates: DeviceRates, seconds_per_byte: float) -> Large:
     """What is made anew rather than kept, of so many bytes."""
-    return Large(int(arena * _LARGE), _CHEAPER * seconds_per_byte, rates.flops_per_second)
+    return Large(int(arena * _LARGE), _CHEAPER * seconds_per_byte, rates)
 
 
 def _in_some_ways(
@@ -154,60 +166,63 @@ def _in_some_ways(
     platform: str,
     known: Known,
     effort: Effort,
-) -> Iterator[Sequence[FlatJaxpr]]:
+    keep: bool,
+) -> Iterator[Ways]:
     search = Search(known, effort)
     slow = slow_in_loops(platform)
     seen: set[Any] = set()
-    for tighter, at_once, eager, apart, share in _tries():
+    for tighter, at_once, eager, apart, share in _tries(keep):
         if effort.is_enough:
             return
         if search.is_over(apart):
             continue
         least = max(1, int(arena / tighter * share))
         # More parts, so that some can be side by side; and as few as there must be.
-        ways: list[FlatJaxpr] = []
+        ways, again = list[FlatJaxpr](), None
         for side_by_side in (True, False):
             room = Room(
                 arena // tighter,
                 least,
                 at_once,
-                eager,
+                False,
                 apart,
+                keep,
                 side_by_side,
                 slow,
                 rates,
                 where,
             )
             finer, abreast = search.finer, search.abreast
-            forms, how = _cut(flat, room, search)
+            forms, how, of_forms = _cut(flat, room, eager, search)
             finer, abreast = search.finer - finer, search.abreast - abreast
             if side_by_side and finer and not abreast:
                 continue  # for nothing
             if not search.is_over(apart) and any(how) and how not in seen:
                 seen.add(how)
                 ways += (form for form in forms if _may_fit(form, arena, where))
+                again = again or of_forms
             if not abreast:
                 break
         if ways:
-            yield ways
+            yield Ways(tuple(ways), again=again)
 
 
 def _cut(
-    flat: FlatJaxpr, room: Room, search: Search
-) -> tuple[Sequence[FlatJaxpr], tuple[tuple[Any, ...], ...]]:
-    """A function cut over tasks along some axes, then in blocks, perhaps in two forms; and
-    what was cut how."""
+    flat: FlatJaxpr, room: Room, eager: int, search: Search
+) -> tuple[Sequence[FlatJaxpr], tuple[tuple[Any, ...], ...], Again | None]:
+    """A function cut over tasks along some axes, so many of them eagerly, then in blocks,
+    perhaps in two forms; what was cut how, and what is made anew in it."""
     cut, key = flat, []
     most = room.most_equations + len(flat.equations)
-    for _ in range(_AXES):
-        again = cut_once(cut, room, True, search)
+    for axis in range(_AXES):
+        again = cut_once(cut, dataclasses.replace(room, eager=axis < eager), True, search)
         if not again.how or len(again.cut.equations) > most:
             break
         cut = again.cut
         key.append(again.how)
     found = cut_once(cut, room, False, search)
     forms = (found.cut,) if found.materialized is None else (found.materialized, found.cut)
-    return forms, (*key, found.how)
+    return forms, (*key, found.how), found.again
 
 
 def name_of(e: Equation) -> str:

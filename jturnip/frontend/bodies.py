@@ -125,6 +125,7 @@ class _Bodies:
             self.at_once,
             eager=False,
             apart=False,
+            keep=False,
             side_by_side=False,
             slow=slow_in_loops(self.seen.platform),
             rates=self.rates,

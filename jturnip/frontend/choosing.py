@@ -6,15 +6,21 @@ it is an estimate, which orders what is tried.
 
 import bisect
 import dataclasses
+import functools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 from jturnip.frontend import costs, parts
 from jturnip.frontend.axes import Known, rules
 from jturnip.frontend.cutting import Blocks, Cutting, Tasks, with_cuttings
 from jturnip.frontend.effort import Effort
-from jturnip.frontend.materializing import worth_materializing
+from jturnip.frontend.materializing import (
+    Again,
+    made_again,
+    worth_keeping,
+    worth_materializing,
+)
 from jturnip.frontend.sets import Joined
 from jturnip.frontend.stretches import Stretch, Stretches
 from jturnip.frontend.values import Constant, Equation, FlatJaxpr, read_by
@@ -59,6 +65,8 @@ _MOST_READERS = 8
 # Where values are written down between the loops of a stretch, a block takes one over so
 # much of the budget.
 _ROOM_FOR_BLOCKS = 8
+# What takes less than one over so much of the budget is little.
+_LITTLE = 16
 # Axes of so many of the largest values are looked at.
 _SEEDS = 3
 
@@ -127,8 +135,10 @@ class Room:
     at_once: float
     # Whether tasks are made although blocks along another axis may do.
     eager: bool
-    # Whether what is between two stretches may stay in parts.
+    # Whether what is between two stretches may stay in parts; and whether what loops over
+    # blocks would make anew does so, too.
     apart: bool
+    keep: bool
     # Whether stretches that read the same parts may be done side by side.
     side_by_side: bool
     # Primitives that are slow in loops on this platform.
@@ -187,6 +197,8 @@ class Found:
     how: tuple[Any, ...] = ()
     # The same with values written down between the loops of a stretch, where there is room.
     materialized: FlatJaxpr | None = None
+    # What stretches in blocks make anew; None where none has several loops.
+    again: Again | None = None
     # What `Search` counts.
     finer: int = 0
     abreast: int = 0
@@ -214,9 +226,21 @@ def _cut_anew(
         return Found(flat)
     cut, how = _with_cuttings(stretches, choice.cuttings, search)
     written = [_materializing(flat, room, c) for c in choice.cuttings]
+    each = [
+        made_again(flat, c.stretch, room.rates, c.share_made_anew)
+        for c in written
+        if _makes_again(c)
+    ]
+    found = Found(cut, how, again=functools.reduce(Again.__add__, each) if each else None)
     if written == choice.cuttings:
-        return Found(cut, how)
-    return Found(cut, how, _with_cuttings(stretches, written, search)[0])
+        return found
+    materialized, _ = _with_cuttings(stretches, written, search)
+    return dataclasses.replace(found, materialized=materialized)
+
+
+def _makes_again(cutting: Cutting) -> TypeGuard[Blocks]:
+    """Whether a later loop over blocks makes anew what an earlier one made."""
+    return isinstance(cutting, Blocks) and cutting.stretch.loops > 1
 
 
 def _with_cuttings(
@@ -233,9 +257,9 @@ def _with_cuttings(
 def _materializing(flat: FlatJaxpr, room: Room, cutting: Cutting) -> Cutting:
     """The same in smaller blocks, with values written down that its loops make anew, if
     there is room for them and that is expected to be faster."""
-    stretch = cutting.stretch
-    if not isinstance(cutting, Blocks) or stretch.loops == 1:
+    if not isinstance(cutting, Blocks) or not _makes_again(cutting):
         return cutting
+    stretch = cutting.stretch
     share = max(1, room.arena // _ROOM_FOR_BLOCKS)
     widest = int(max(1, room.at_once) * stretch.widest_bytes(flat))
     blocks = max(-(-stretch.length // cutting.size), -(-widest // share))
@@ -267,6 +291,8 @@ class _Choice:
         self._hosted = room.where.hosted.union(s.value for s in stretches.flat.slices)
         self.cuttings: list[Cutting] = []
         self.taken: set[int] = set()
+        # Value that stays in parts → the dimension, and how many positions a part has.
+        self._apart: dict[int, tuple[int, int]] = {}
 
     def cut(self, among: Sequence[int], least: int) -> None:
         """Cuts what reads or writes values larger than `least`; where all that hangs
@@ -375,7 +401,7 @@ class _Choice:
         flat, inside = stretches.flat, frozenset(members)
         numbers: dict[int, int] = {}
         found: list[Any] = [self._tasks, room.arena, room.at_once, room.eager, room.apart]
-        found.append(room.side_by_side)
+        found += [room.keep, room.side_by_side]
         for i in stretches.between(members):
             e = flat.equations[i]
             self._search.named[id(e.origin)] = e.origin
@@ -426,7 +452,29 @@ class _Choice:
         _, best = min(costs, key=lambda each: each[0])
         self.cuttings.append(best)
         self.taken.update(best.stretch.equations)
+        if self._room.apart and isinstance(best, Tasks):
+            for v, grids in self._grids(best).items():
+                if len(grids) == 1:
+                    self._apart.setdefault(v, *grids)
         return True
+
+    def _grids(self, cutting: Tasks) -> dict[int, set[tuple[int, int]]]:
+        """Each large value that enters or leaves a stretch in parts → the dimensions along
+        which it is cut there, with the positions of a part."""
+        stretch, flat = cutting.stretch, self._stretches.flat
+        grids: dict[int, set[tuple[int, int]]] = {}
+        read = (
+            (v, stretch.uses[i, at])
+            for i in stretch.equations
+            for at, v in enumerate(flat.equations[i].inputs)
+            if (i, at) in stretch.uses and not isinstance(v, Constant)
+        )
+        ends = {*stretch.entering, *stretch.leaving}
+        for v, dim in (*read, *stretch.dims.items()):
+            if v in ends and flat.types[v].nbytes > self._room.arena * _APART:
+                size = cutting.size * stretch.scale(flat, v, dim)
+                grids.setdefault(v, set()).add((dim, size))
+        return grids
 
     def _cutting(self, stretch: Stretch) -> Cutting | None:
         if self._tasks:
@@ -436,21 +484,35 @@ class _Choice:
         return _into_blocks(self._stretches.flat, self._room, stretch)
 
     def _fits_in_blocks(self, stretch: Stretch) -> bool:
+        """Whether a stretch fits in blocks, and none of it is to be kept elsewhere."""
+        if _kept(self._stretches.flat, self._room, stretch):
+            return False
         cutting = _into_blocks(self._stretches.flat, self._room, stretch)
         return cutting is not None and cutting.nbytes <= self._room.arena
 
     def _cost(self, members: Sequence[int], cutting: Cutting, dim: int) -> tuple[Any, ...]:
         """What may fit is best, then what is not computed twice, then what leaves little
-        uncut, then few tasks that need little, then what is contiguous where it is read
-        often."""
+        uncut, or in other parts than its neighbours, then few tasks that need little, then
+        what is contiguous where it is read often."""
         stretch, equations = cutting.stretch, self._stretches.flat.equations
         left = {v for i in members for v in equations[i].outputs if v not in stretch.dims}
         uncut = nbytes_of(self._stretches.flat, left)
-        many = -(-stretch.length // cutting.size) if isinstance(cutting, Tasks) else 1
+        many, loops = 1, stretch.loops
+        if isinstance(cutting, Tasks):
+            many = -(-stretch.length // cutting.size)
+            loops = 1 if cutting.kept else loops
+            uncut += nbytes_of(self._stretches.flat, self._cut_again(cutting))
+        if self._room.keep:  # there is a task for each part in each loop
+            uncut //= max(1, self._room.arena // _LITTLE)
         hopeless = cutting.nbytes > self._room.arena
         # Of several operands one stays, and is read once; parts of the others pass often.
         strided = -dim if hopeless else dim
-        return hopeless, stretch.loops, uncut, many, cutting.nbytes, strided
+        return hopeless, loops, uncut, many, cutting.nbytes, strided
+
+    def _cut_again(self, cutting: Tasks) -> set[int]:
+        """What neighbours have in other parts."""
+        grids = self._grids(cutting).items() if self._apart else ()
+        return {v for v, of in grids if v in self._apart and of != {self._apart[v]}}
 
     def _seeds(self, members: Sequence[int]) -> list[tuple[int, int]]:
         """Dimensions of the largest values that some equations read or write."""
@@ -511,7 +573,8 @@ def _into_tasks(
     does, or none are."""
     flat = stretches.flat
     block = int(room.at_once * stretch.widest_bytes(flat))
-    apiece = [held - room.where.staying for held in _held_apiece(stretches, stretch)]
+    kept = _kept(flat, room, stretch)
+    apiece = [held - room.where.staying for held in _held_apiece(stretches, stretch, kept)]
     if max(nbytes_of(flat, held) for held in apiece) + block <= room.arena:
         return None
     large = int(room.arena * _APART) if room.apart else room.arena
@@ -529,7 +592,7 @@ def _into_tasks(
     )
     cut = {v for v in stretch.leaving if v in stretch.dims}
     apart = frozenset(cut & between) if room.apart else frozenset[int]()
-    rows = sliced | cut
+    rows = sliced | cut | kept
     together = max(nbytes_of(flat, held & (cut - left - apart)) for held in apiece)
     if room.apart:  # else what is reduced may still be cut, with what combines it
         together = max(together, _partial_bytes(flat, stretch))
@@ -564,7 +627,8 @@ def _into_tasks(
     if fit:
         tasks = ahead[0] if ahead and ahead[0] <= _TIMES_AHEAD * fit[0] else fit[0]
         size = _size(stretch.length, tasks, _MORE_TASKS)
-        return Tasks(stretch, size, held[tasks], sliced & hosted, left, apart, abreast)
+        read = sliced & hosted
+        return Tasks(stretch, size, held[tasks], read, left, apart, abreast, kept)
     # The rest may be cut along another axis, results with it: a part of the operands stays
     # while the others' parts pass, once for each of it.
     whole, in_parts = (max(each) for each in zip(*sizes, strict=True))
@@ -581,7 +645,16 @@ def _into_tasks(
         count = finer
         search.finer += 1
     size = _size(stretch.length, count, _MORE_TASKS)
-    return Tasks(stretch, size, room.arena + whole, sliced & hosted, left, apart)
+    needed_bytes = room.arena + whole
+    return Tasks(stretch, size, needed_bytes, sliced & hosted, left, apart, kept=kept)
+
+
+def _kept(flat: FlatJaxpr, room: Room, stretch: Stretch) -> frozenset[int]:
+    """What the loops of a stretch hand on in parts, rather than make it anew."""
+    if not room.keep or stretch.loops == 1:
+        return frozenset()
+    kept = worth_keeping(flat, stretch, room.rates)
+    return frozenset() if kept is None else kept.values
 
 
 def _abreast(
@@ -604,17 +677,19 @@ def _are_worth_it(flat: FlatJaxpr, stretch: Stretch, room: Room, count: int) -> 
     return seconds >= count * room.rates.launch_seconds
 
 
-def _held_apiece(stretches: Stretches, stretch: Stretch) -> list[set[int]]:
+def _held_apiece(
+    stretches: Stretches, stretch: Stretch, kept: frozenset[int]
+) -> list[set[int]]:
     """What must be there at once for one part of a stretch. A stretch may consist of pieces
     that share no value they write: for each piece what it reads of others, what leaves it,
-    and what is reduced."""
+    what is kept of it, and what is reduced."""
     equations = stretches.flat.equations
     inside, pieces = frozenset(stretch.equations), Joined[int]()
     for i in stretch.equations:
         for v in equations[i].outputs:
             for reader in inside.intersection(stretches.readers.get(v, ())):
                 pieces.join(i, reader)
-    ends = {*stretch.entering, *stretch.leaving, *stretch.reduced}
+    ends = {*stretch.entering, *stretch.leaving, *stretch.reduced, *kept}
     held: dict[int, set[int]] = {}
     for i in stretch.equations:
         held.setdefault(pieces.find(i), set()).update(ends & touched(equations[i]))

@@ -17,6 +17,12 @@ class DeviceRates:
     # Names of equations of which a task may hold one: the device runs several at once, and
     # each waits for threads that the others hold.
     one_a_task: frozenset[str] = frozenset()
+    # What a sum over the last axis takes beside its arithmetic, for each row.
+    row_seconds: float = 0.0
+
+    def computing(self, eqn: Any) -> float:
+        """Time of what a jaxpr equation computes, whatever it reads and writes."""
+        return flops(eqn) / self.flops_per_second + _rows(eqn) * self.row_seconds
 
     def seconds(self, flops: float, nbytes: float) -> float:
         """Time of work that is bound by arithmetic or by memory."""
@@ -82,6 +88,15 @@ def flops(eqn: Any) -> float:
     inner = sum(sum(map(flops, body.eqns)) for body in nested(eqn))
     inner *= eqn.params.get("length", 1) if eqn.primitive.name == "scan" else 1
     return inner + written + sum(_size(v) for v in eqn.invars)
+
+
+def _rows(eqn: Any) -> int:
+    """How many rows an equation reduces to a number each, if it reduces the last axis."""
+    if eqn.primitive.name not in REDUCTIONS:
+        return 0
+    last = len(eqn.invars[0].aval.shape) - 1
+    axes = eqn.params.get("axes", eqn.params.get("dimensions", ()))
+    return _size(eqn.outvars[0]) if last in axes else 0
 
 
 def _size(variable: Any) -> int:

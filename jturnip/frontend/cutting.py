@@ -45,6 +45,11 @@ class Blocks:
         """The same for the same cut of the same function."""
         return self.stretch.key, self.size, self.materialized
 
+    @property
+    def share_made_anew(self) -> float:
+        """Of how much of its blocks nothing is written down."""
+        return 1 - self.materialized.blocks * self.size / self.stretch.length
+
 
 @dataclass(frozen=True, slots=True)
 class Tasks:
@@ -61,12 +66,14 @@ class Tasks:
     apart: frozenset[int]
     # So many that read the same parts are done side by side: a part once for all of them.
     abreast: int = 1
+    # What later loops read of the same part, and do not make anew.
+    kept: frozenset[int] = frozenset()
 
     @property
     def key(self) -> Any:
         """The same for the same cut of the same function."""
         left = self.left_in_parts, self.apart, self.abreast
-        return self.stretch.key, self.size, self.sliced, *left
+        return self.stretch.key, self.size, self.sliced, *left, self.kept
 
     def goes_with(self, first: "Tasks") -> bool:
         """Whether it is done side by side with another that comes before it."""
@@ -219,7 +226,7 @@ class _New:
         flat, lows = self._flat, _lows(abreast[0])
         # What each part of a value is, by its first position.
         made: list[dict[int, dict[int, int]]] = [{low: {} for low in lows} for _ in abreast]
-        loops = (cutting.stretch.passes(flat) for cutting in abreast)
+        loops = (cutting.stretch.passes(flat, cutting.kept) for cutting in abreast)
         for loop in zip(*loops, strict=True):
             for i in itertools.chain(*(each.once for each in loop)):
                 self._whole(read_by(flat.equations[i]))

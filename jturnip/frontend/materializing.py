@@ -10,7 +10,7 @@ room for; only the others are made anew.
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from jturnip.frontend.costs import DeviceRates, flops
+from jturnip.frontend.costs import DeviceRates
 from jturnip.frontend.stretches import Pass, Stretch
 from jturnip.frontend.values import FlatJaxpr, read_by
 
@@ -38,6 +38,77 @@ class Materialized:
 NOTHING = Materialized(frozenset(), 0)
 
 
+@dataclass(frozen=True, slots=True)
+class Again:
+    """What stretches in blocks make anew in their later loops, and would otherwise keep."""
+
+    # What they compute, and how much less it would be.
+    seconds: float
+    saved_seconds: float
+    # What would be kept, and how much of it is read, each time that it is.
+    written_bytes: int
+    read_bytes: int
+
+    def __add__(self, other: "Again") -> "Again":
+        return Again(
+            self.seconds + other.seconds,
+            self.saved_seconds + other.saved_seconds,
+            self.written_bytes + other.written_bytes,
+            self.read_bytes + other.read_bytes,
+        )
+
+    @property
+    def share(self) -> float:
+        """The share of the time that would be saved."""
+        return self.saved_seconds / self.seconds if self.seconds else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Values that are not made anew, what that saves, and the bytes that it takes."""
+
+    values: frozenset[int]
+    saved_seconds: float
+    written_bytes: int
+    read_bytes: int
+
+    def gained_seconds(self, rates: DeviceRates) -> float:
+        """What is saved, less what it is taken to cost to write and read them."""
+        nbytes = self.written_bytes + self.read_bytes
+        return self.saved_seconds - _WORTH * nbytes / rates.bytes_per_second
+
+
+def worth_keeping(flat: FlatJaxpr, stretch: Stretch, rates: DeviceRates) -> Kept | None:
+    """What the later loops of a stretch had better not make anew, if anything is."""
+    least = _LEAST_SAVED * _computing(flat, stretch.passes(flat), rates)
+    gained = lambda kept: kept.gained_seconds(rates)
+    best = max(_may_be_kept(flat, stretch, rates), key=gained, default=None)
+    return best if best is not None and gained(best) > least else None
+
+
+def made_again(
+    flat: FlatJaxpr, stretch: Stretch, rates: DeviceRates, share: float = 1.0
+) -> Again:
+    """What a stretch in blocks makes anew that is best kept.
+
+    Args:
+      flat: the function.
+      stretch: a stretch of it.
+      rates: what the device is expected to do.
+      share: of how much of its blocks nothing is written down.
+    """
+    anew = _computing(flat, stretch.passes(flat), rates)
+    kept = worth_keeping(flat, stretch, rates)
+    if kept is None:
+        return Again(anew, 0.0, 0, 0)
+    return Again(
+        anew - (1 - share) * kept.saved_seconds,
+        share * kept.saved_seconds,
+        int(share * kept.written_bytes),
+        int(share * kept.read_bytes),
+    )
+
+
 def worth_materializing(
     flat: FlatJaxpr, stretch: Stretch, size: int, free: int, rates: DeviceRates
 ) -> Materialized | None:
@@ -50,21 +121,26 @@ def worth_materializing(
       free: bytes for what is written down.
       rates: what the device is expected to do.
     """
-    if stretch.loops * len(stretch.equations) > _MOST_EQUATIONS:
-        return None
     count = stretch.length // size
-    anew = _flops(flat, stretch.passes(flat))
-    best, most = None, _LEAST_SAVED * anew / rates.flops_per_second * count
-    for values in _sets(flat, stretch):
-        nbytes = sum(flat.types[v].nbytes for v in values)
-        blocks = min(count, free * stretch.length // (nbytes * size))
-        passes = list(stretch.passes(flat, values))
-        saved = (anew - _flops(flat, passes)) / rates.flops_per_second
-        taken = (nbytes + _read_bytes(flat, passes, values)) / rates.bytes_per_second
-        gained = (saved - _WORTH * taken) * blocks
+    anew = _computing(flat, stretch.passes(flat), rates)
+    best, most = None, _LEAST_SAVED * anew * count
+    for kept in _may_be_kept(flat, stretch, rates):
+        blocks = min(count, free * stretch.length // (kept.written_bytes * size))
+        gained = kept.gained_seconds(rates) * blocks
         if blocks >= _LEAST_BLOCKS * count and gained > most:
-            best, most = Materialized(values, blocks), gained
+            best, most = Materialized(kept.values, blocks), gained
     return best
+
+
+def _may_be_kept(flat: FlatJaxpr, stretch: Stretch, rates: DeviceRates) -> Iterator[Kept]:
+    if stretch.loops * len(stretch.equations) > _MOST_EQUATIONS:
+        return
+    anew = _computing(flat, stretch.passes(flat), rates)
+    for values in _sets(flat, stretch):
+        passes = list(stretch.passes(flat, values))
+        saved = anew - _computing(flat, passes, rates)
+        written = sum(flat.types[v].nbytes for v in values)
+        yield Kept(values, saved, written, _read_bytes(flat, passes, values))
 
 
 def _sets(flat: FlatJaxpr, stretch: Stretch) -> Iterator[frozenset[int]]:
@@ -94,5 +170,7 @@ def _read_bytes(flat: FlatJaxpr, passes: Iterable[Pass], values: frozenset[int])
     return nbytes
 
 
-def _flops(flat: FlatJaxpr, passes: Iterable[Pass]) -> float:
-    return sum(flops(flat.equations[i].origin) for each in passes for i in each.steps)
+def _computing(flat: FlatJaxpr, passes: Iterable[Pass], rates: DeviceRates) -> float:
+    """Seconds that passes take by their arithmetic."""
+    origins = (flat.equations[i].origin for each in passes for i in each.steps)
+    return sum(map(rates.computing, origins))

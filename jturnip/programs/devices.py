@@ -14,7 +14,11 @@ from jturnip.runtime.schedule import Link
 # Guesses about a device, until its tasks are measured.
 _RATES = {
     "cpu": DeviceRates(
-        5e10, 1e10, 1e-4, LINEAR_ALGEBRA if compat.LAPACK_MAY_HANG else frozenset()
+        5e10,
+        1e10,
+        1e-4,
+        LINEAR_ALGEBRA if compat.LAPACK_MAY_HANG else frozenset(),
+        row_seconds=1.5e-9,
     ),
     "gpu": DeviceRates(5e13, 2e12, 5e-5),
 }

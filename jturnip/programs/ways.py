@@ -1,6 +1,7 @@
 """One plan for all tasks of a function, cut in the fastest of some ways."""
 
 import contextlib
+import functools
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from jturnip.frontend import costs
 from jturnip.frontend.blocks import Ways, cut_along_axes, has_loops_with_axes
 from jturnip.frontend.costs import DeviceRates
 from jturnip.frontend.flatten import flatten
+from jturnip.frontend.materializing import Again
 from jturnip.frontend.values import FlatJaxpr, called
 from jturnip.graph.plan import Plan
 from jturnip.graph.taskgraph import TaskGraph
@@ -22,13 +24,21 @@ from jturnip.programs import places, planning, splitting
 from jturnip.programs.again import may_be_called_again
 from jturnip.programs.devices import link_of, rates
 from jturnip.programs.records import How, Program, Straight
+from jturnip.runtime.schedule import Link
 
 
 # Where a function that is cut moves more than so many times what goes in and comes out, so
-# many ways to cut it are planned, while together they have no more tasks than so many.
+# many ways to cut it are planned, of so many that are looked for after the first one, while
+# together they have no more tasks than so many.
 _MUCH = 4
 _SOME_WAYS = 4
+_MOST_WAYS = 8
 _SOME_TASKS = 1000
+# It is worth looking for other ways where these may take less than this share of the time.
+_CLEARLY = 2 / 3
+# What is made anew is kept in no more equations than so many: with more, the tasks are as
+# small as a launch.
+_MOST_KEPT = 2000
 # What has so many times the equations of another way that fits takes long to plan, and was
 # not faster in any of the six functions of which several ways were compared.
 _TIMES_FEWEST = 2
@@ -97,11 +107,12 @@ def in_fastest_way(
             return make(how.known[key][-1])
     compared = _Compared(flat, make, how.any_plan)
     if places.bytes_at_start(flat, arguments) <= budget.arena(arguments.device):
-        has_copies = compared.look(_ways(flat, arguments, budget, how))
-        if has_copies and not how.any_plan:
-            compared.look(_ways(flat, arguments, budget, how, anew=False))
+        compared.look(_ways(flat, arguments, budget, how))
+        if compared.found and not how.any_plan:
+            ways = functools.partial(_ways, flat, arguments, budget, how, anew=False)
+            compared.look_to_keep(ways, link_of(arguments.device, how.link))
     if compared.found:
-        made = min(compared.found, key=lambda made: made.plan.predicted_seconds)
+        made = compared.best
         how.known[key] = flat, made.flat  # the one that has the id is kept
         return made
     if not compared.refusals:  # there is no way: so it says what it needs as it is
@@ -181,37 +192,68 @@ class _Compared:
     any_plan: bool
     found: list[Straight] = field(default_factory=list)
     refusals: list[DoesNotFit] = field(default_factory=list)
+    # Those of which something was found.
+    fit: list[Ways] = field(default_factory=list)
+    # Whether others may be much faster, since they keep what those found make anew.
+    gains: bool = False
 
-    def look(self, ways: Iterator[Ways]) -> bool:
-        """Makes some of these until one moves little, or enough is known; whether one of
-        those that fit makes something anew."""
+    @property
+    def best(self) -> Straight:
+        """The fastest of what was found."""
+        return min(self.found, key=lambda made: made.plan.predicted_seconds)
+
+    def look(self, ways: Iterator[Ways], most: float = 0.0) -> None:
+        """Makes some of these until one moves little, or takes no more than so many
+        seconds, or enough is known."""
         found: list[Straight] = []
-        anew, looked = False, 0
+        looked, since = 0, 0
         for together in ways:
-            if found and together.doubtful:
+            since += bool(found)
+            if found and (together.doubtful or since > _MOST_WAYS):
                 break
             fit = self._of(together.cut, found)
             if not fit:
                 continue
             looked += fit
-            anew |= together.anew
+            self.fit.append(together)
             tasks = sum(len(made.split.graph.tasks) for made in found)
             enough = self.any_plan or looked >= _SOME_WAYS or tasks > _SOME_TASKS
-            if enough or any(_moves_little(made.plan, self.flat) for made in found):
+            if enough or any(
+                made.plan.predicted_seconds <= most or _moves_little(made.plan, self.flat)
+                for made in found
+            ):
                 break
         self.found += found
-        return anew
+
+    def look_to_keep(self, ways: Callable[..., Iterator[Ways]], link: Link) -> None:
+        """Makes some in which what is made anew in those found is kept, if that may be
+        faster.
+
+        Args:
+          ways: finds them; those that `keep` what loops make anew, or all.
+          link: what it takes to move what is kept.
+        """
+        seconds = self.best.plan.predicted_seconds
+        wastes = lambda ways: _may_rather_keep(ways.again, seconds, link)
+        if any(map(wastes, self.fit)):
+            self.gains = True
+            kept = (each for each in ways(keep=True) if not wastes(each))
+            self.look(kept, most=math.inf)
+        elif any(each.anew for each in self.fit):
+            self.look(ways())
 
     def _of(self, ways: Sequence[FlatJaxpr], found: list[Straight]) -> int:
-        """Makes those that may be faster than what was found, which grows; how many fit,
-        or are not made."""
+        """Makes those that may be faster than what was found, which grows; how many fit, or
+        need too many executables."""
         count = 0
         for cut in ways:
             fewest = min((len(made.flat.equations) for made in found), default=math.inf)
             if self.any_plan and count:
                 break
-            most = _most_executables([*self.found, *found], cut)
-            if len(cut.equations) > _TIMES_FEWEST * fewest or not most:
+            most = self._most_executables(found, cut)
+            if len(cut.equations) > _TIMES_FEWEST * fewest:
+                continue
+            if not most:
                 count += 1
                 continue
             try:
@@ -224,17 +266,33 @@ class _Compared:
                 count += 1
         return count
 
+    def _most_executables(self, found: Sequence[Straight], cut: FlatJaxpr) -> float:
+        """How many executables may be compiled for another way than those found."""
+        both = [*self.found, *found]
+        if not both:
+            return math.inf
+        best = min(both, key=lambda made: made.plan.predicted_seconds)
+        if self.gains:
+            known = [len(made.flat.equations) for made in both]
+            many = len(cut.equations) > _MOST_KEPT or len(cut.equations) in known
+            return 0 if many else math.inf
+        if _has_much_to_gain(best):
+            return math.inf
+        if len(cut.equations) == len(best.flat.equations):
+            return 0
+        return max(_FEW_EXECUTABLES, len(best.split.executables))
 
-def _most_executables(found: Sequence[Straight], cut: FlatJaxpr) -> float:
-    """How many executables may be compiled for another way."""
-    if not found:
-        return math.inf
-    best = min(found, key=lambda made: made.plan.predicted_seconds)
-    if _has_much_to_gain(best):
-        return math.inf
-    if len(cut.equations) == len(best.flat.equations):
-        return 0
-    return max(_FEW_EXECUTABLES, len(best.split.executables))
+
+def _may_rather_keep(again: Again | None, seconds: float, link: Link) -> bool:
+    """Whether it may be faster to move what loops over blocks make anew, where that takes
+    so many seconds in all."""
+    if again is None:
+        return False
+    moving = max(
+        again.read_bytes / link.h2d_bytes_per_second,
+        again.written_bytes / link.d2h_bytes_per_second,
+    )
+    return max(moving, (1 - again.share) * seconds) < _CLEARLY * seconds
 
 
 def _has_much_to_gain(made: Straight) -> bool:
@@ -295,6 +353,7 @@ def _ways(
     budget: Budget,
     how: How,
     anew: bool = True,
+    keep: bool = False,
 ) -> Iterator[Ways]:
     device = arguments.device
     expected = rates(device, how.accelerator)
@@ -307,6 +366,7 @@ def _ways(
         seconds_per_byte(arguments, how),
         anew,
         how.effort,
+        keep,
     )
 
 

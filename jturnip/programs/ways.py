@@ -238,7 +238,7 @@ class _Compared:
         if any(map(wastes, self.fit)):
             self.gains = True
             kept = (each for each in ways(keep=True) if not wastes(each))
-            self.look(kept, most=math.inf)
+            self.look(kept, most=seconds)
         elif any(each.anew for each in self.fit):
             self.look(ways())
 

@@ -269,8 +269,10 @@ def from_numpy(contents: np.ndarray, where: jax.sharding.Sharding) -> jax.Array:
 
 
 def zeros(struct: jax.ShapeDtypeStruct, where: jax.sharding.Sharding) -> jax.Array:
-    """Zeros, to try an executable out."""
-    return from_numpy(np.zeros(struct.shape, struct.dtype), where)
+    """Zeros, or keys of zeros, to try an executable out."""
+    contents = room_for(struct)
+    contents.fill(0)
+    return with_contents(contents, struct.dtype, where)
 
 
 def in_their_places(

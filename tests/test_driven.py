@@ -25,10 +25,11 @@ from large_intermediates import centres_that_settle, sequences_that_are_aligned
 from watch import Watch
 
 import jturnip
+from jturnip.frontend.loops import iterations
 from jturnip.models import llama
 from jturnip.planner import figures
-from jturnip.programs import driven as driven_programs
-from jturnip.programs.records import Loop, straight_parts
+from jturnip.programs import driven as driven_programs, make
+from jturnip.programs.records import Chain, Loop, Straight, expected_seconds, straight_parts
 from jturnip.runtime.report import Gathered
 
 
@@ -858,6 +859,62 @@ def test_a_kernel_is_made_in_each_iteration_where_it_has_no_room(fn, share):
     assert_same(f(jturnip.host(x)), jax.jit(fn)(x), ulps=512)
     assert f.last_run.peak_bytes <= gpu_bytes
     assert f.last_run.h2d_bytes < 4 * x.nbytes
+
+
+@pytest.mark.parametrize("faster", [Chain, Straight])
+def test_a_kernel_is_moved_where_that_is_faster_than_to_make_it(
+    faster: type, monkeypatch: pytest.MonkeyPatch
+):
+    """Both are predicted: the loop as often as it runs, its kernel in all iterations."""
+
+    def fn(x: Any) -> Any:
+        kernel = jnp.exp(-((x[:, None] - x) ** 2).sum(-1))
+        apply = lambda _, v: jnp.tanh(kernel @ v)
+        return kernel @ lax.fori_loop(0, 400, apply, x)
+
+    predicted = lambda program: 1.0 if isinstance(program, faster) else 2.0
+    monkeypatch.setattr(make, "expected_seconds", predicted)
+    x = np.random.default_rng(0).normal(size=(700, 3)).astype(np.float32)
+    gpu_bytes = int(0.4 * jturnip.peak_bytes(fn, x))
+    f = jturnip.jit(fn, gpu_bytes)
+    assert_same(f(jturnip.host(x)), jax.jit(fn)(x), ulps=512)
+    assert f.last_run.peak_bytes <= gpu_bytes
+    assert (f.last_run.strategy == "driven") == (faster is Chain)
+
+
+def test_a_loop_is_expected_to_take_as_long_as_all_its_iterations():
+    weights = [np.full((64, 64), 1 / 64, np.float32) for _ in range(6)]
+
+    def fn(x: Any, weights: Any) -> Any:
+        apply = lambda _, x: functools.reduce(lambda x, w: jnp.tanh(x @ w), weights, x)
+        x = lax.while_loop(lambda s: s[0] < 9, lambda s: (s[0] + 1, apply(0, s[1])), (0, x))
+        return x[1]
+
+    f = jturnip.jit(fn, 80_000)
+    x = np.ones((8, 64), np.float32)
+    program: Any = f.lower(x, jturnip.host(weights))._budgeted.program
+    assert isinstance(program, Chain)
+    (loop,) = (s.program for s in program.stages if isinstance(s.program, Loop))
+    assert loop.iterations == 9
+    seconds = [p.plan.predicted_seconds for p in (loop.condition, loop.body)]
+    assert expected_seconds(loop) == pytest.approx(seconds[0] + 9 * seconds[1])
+    assert expected_seconds(program) == sum(
+        expected_seconds(s.program) for s in program.stages
+    )
+
+
+@pytest.mark.parametrize(
+    ("goes_on", "count"),
+    [(lambda s: s[0] < 7, 7), (lambda s: (s[0] < 7) & (s[1] < 9.0), None)],
+)
+def test_how_often_a_loop_runs(goes_on, count):
+    step = lambda s: (s[0] + 1, s[1] * 2)
+    (e,) = jax.make_jaxpr(lambda x: lax.while_loop(goes_on, step, (0, x)))(1.0).eqns
+    assert iterations(e) == count
+    (e,) = jax.make_jaxpr(lambda x: lax.scan(lambda c, r: (c + r, r), 0.0, x))(
+        np.ones(5, np.float32)
+    ).eqns
+    assert iterations(e) == 5
 
 
 FACTS = np.random.default_rng(1).normal(size=(4000, 100)).astype(np.float32)

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from jturnip import placement
+from jturnip import memory, placement
 from jturnip.compiler.executables import Executable
 from jturnip.compiler.trials import Trials, _Trial, try_out
 from jturnip.units import GRANULE
@@ -163,3 +163,15 @@ def test_a_trial_that_fails_says_so_and_leaves_nothing_measured():
     with pytest.raises(RuntimeError, match="no"):
         tried([executable], trials_in(64 * MIB))
     assert executable.seconds is None
+
+
+@pytest.mark.parametrize("dtype", ["keys", "int4", "float8_e4m3fn"])
+def test_what_numpy_does_not_have_is_made_up_too(dtype: str):
+    if dtype == "keys":
+        struct = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), (3, 2)))
+    else:
+        struct = jax.ShapeDtypeStruct((3, 2), dtype)
+    zeros = memory.zeros(struct, placement.sharding(jax.devices()[0], on_host=False))
+    assert (zeros.shape, zeros.dtype) == (struct.shape, struct.dtype)
+    data = jax.random.key_data(zeros) if dtype == "keys" else zeros
+    assert not np.asarray(data).astype(np.float32).any()

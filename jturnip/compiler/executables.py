@@ -53,8 +53,7 @@ class Executable:
     bytes_accessed: float
     # What its arguments look like, to try it out.
     arguments: tuple[jax.ShapeDtypeStruct, ...]
-    # Whether it may be run on zeros: no loop that might not end, no call out of XLA, and
-    # no argument that cannot be made from numpy's zeros.
+    # Whether it may be run on zeros: no loop that might not end, no call out of XLA.
     may_be_tried: bool
     # (result, argument), by position: the one is written over the other, which is used up.
     overwrites: tuple[tuple[int, int], ...] = ()
@@ -392,10 +391,7 @@ def _compile(
         error.add_note(f"This was said of {_described(task)}, a part of the function.")
         raise
     flat, group = task.flat, task.group
-    may_try = may_be_tried(
-        [flat.equations[e].origin for e in group.equations],
-        [flat.types[v].dtype for v in group.inputs],
-    )
+    may_try = may_be_tried(flat.equations[e].origin for e in group.equations)
     profile = _profile(lowered, how) if may_try else ""
     seconds, dispatch_seconds = known_times(profile) or (None, 0.0)
     sizes, cost = compiled.memory_analysis(), compiled.cost_analysis() or {}

@@ -17,7 +17,6 @@ from jturnip import memory
 from jturnip.compiler import profiles
 from jturnip.compiler.nans import unheard
 from jturnip.frontend.hints import CALLS_OUT, nested
-from jturnip.frontend.values import is_key, is_packed
 from jturnip.native.queue import make_queue
 from jturnip.units import GRANULE
 
@@ -64,10 +63,9 @@ class Trials:
         self.peak_bytes = 0
 
 
-def may_be_tried(eqns: Iterable[Any], dtypes: Iterable[Any]) -> bool:
-    """Whether equations may be run on zeros: it is known that they end and call nobody, and
-    operands of these types can be made up."""
-    return all(map(_may_be_tried, eqns)) and all(map(_can_be_made_up, dtypes))
+def may_be_tried(eqns: Iterable[Any]) -> bool:
+    """Whether equations may be run on zeros: it is known that they end and call nobody."""
+    return all(map(_may_be_tried, eqns))
 
 
 def _may_be_tried(eqn: Any) -> bool:
@@ -75,10 +73,6 @@ def _may_be_tried(eqn: Any) -> bool:
         return False
     bodies = (getattr(closed, "jaxpr", closed) for closed in nested(eqn))
     return all(_may_be_tried(e) for body in bodies for e in body.eqns)
-
-
-def _can_be_made_up(dtype: Any) -> bool:
-    return not is_key(dtype) and not is_packed(dtype)
 
 
 def try_out(

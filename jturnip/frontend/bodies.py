@@ -14,12 +14,10 @@ from typing import Any, TypeAlias
 import jax
 
 from jturnip.errors import UnsupportedError
-from jturnip.frontend.anew import Large
 from jturnip.frontend.choosing import Room, Search, Where, cut_once, nbytes_of
 from jturnip.frontend.costs import DeviceRates, slow_in_loops
 from jturnip.frontend.loops import LOOPS, loop_counts
 from jturnip.frontend.shifting import shifted
-from jturnip.frontend.sinking import sunk
 from jturnip.frontend.streaming import Seen
 from jturnip.frontend.values import Equation, FlatJaxpr, bind, carry_out, read_by
 
@@ -43,7 +41,7 @@ _INSIDE = {
 
 
 def with_bodies_in_blocks(
-    flat: FlatJaxpr, arena: int, rates: DeviceRates, large: Large, seen: Seen
+    flat: FlatJaxpr, arena: int, rates: DeviceRates, seen: Seen
 ) -> Iterator[FlatJaxpr]:
     """The function with the bodies of its loops and branches in blocks, in some ways that
     are worth trying: those with the fewest blocks first.
@@ -52,11 +50,9 @@ def with_bodies_in_blocks(
       flat: a function of which something does not fit.
       arena: bytes on the device.
       rates: what the device is expected to do.
-      large: what is made again in each iteration rather than kept.
       seen: what is known of the function; grows.
     """
     search, found = Search(seen.rules), set[Any]()
-    flat = sunk(flat, large)
     for tighter, at_once, share in _TRIES:
         bodies = _Bodies(tighter, at_once, share, rates, seen, search)
         cut, how = bodies.in_blocks(flat, arena)

@@ -102,6 +102,18 @@ def loop_counts(eqn: Any) -> tuple[int, int, int]:
     return consts, len(eqn.invars) - consts, 0
 
 
+def iterations(eqn: Any) -> int | None:
+    """How often a loop is expected to run: a scan its length; a `while` that goes on while
+    a number is below a limit, as from zero. None where nobody knows."""
+    if eqn.primitive.name == "scan":
+        return eqn.params["length"]
+    jaxpr = eqn.params["cond_jaxpr"].jaxpr
+    if [e.primitive.name for e in jaxpr.eqns] != ["lt"]:
+        return None
+    limit = getattr(jaxpr.eqns[0].invars[1], "val", None)
+    return None if limit is None else int(limit)
+
+
 def scanned(
     eqn: Any, step: Callable[..., Any], carried: Sequence[Any], xs: Sequence[Any]
 ) -> Sequence[Any]:

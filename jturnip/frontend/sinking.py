@@ -14,7 +14,13 @@ import jax
 from jax.extend.core import jaxpr_as_fun
 
 from jturnip.frontend.anew import Large, making
-from jturnip.frontend.loops import LOOPS, loop_counts, scan_counts, with_body
+from jturnip.frontend.loops import (
+    LOOPS,
+    iterations,
+    loop_counts,
+    scan_counts,
+    with_body,
+)
 from jturnip.frontend.results import live
 from jturnip.frontend.values import (
     Atom,
@@ -28,15 +34,25 @@ from jturnip.frontend.values import (
 )
 
 
-def sunk(flat: FlatJaxpr, large: Large) -> FlatJaxpr:
-    """The function with loops that make for themselves what is large.
+@dataclass(frozen=True, slots=True)
+class Sunk:
+    """A function with loops that make for themselves what is large."""
+
+    flat: FlatJaxpr
+    # Bytes that they would read of it instead, in all iterations; None where nobody knows
+    # how many there are, or where nothing is made inside.
+    read_bytes: int | None
+
+
+def sunk(flat: FlatJaxpr, large: Large) -> Sunk:
+    """A function with what is large made inside the loops that read it.
 
     Args:
       flat: the function.
       large: what is large, and what it costs to keep it.
     """
     writer = {v: i for i, e in enumerate(flat.equations) for v in e.outputs}
-    equations = []
+    equations, read = [], list[int | None]()
     for e in flat.equations:
         made: dict[int, _Making] = {}
         for v in _only_read(e):
@@ -44,10 +60,18 @@ def sunk(flat: FlatJaxpr, large: Large) -> FlatJaxpr:
                 steps = making(flat, writer, v, large)
                 if steps:
                     made[v] = _Making.of(flat, steps)
-        equations.append((_made_inside(e, flat, made) if made else None) or e)
-    if list(flat.equations) == equations:
-        return flat
-    return live(dataclasses.replace(flat, equations=tuple(equations)))
+        inside = _made_inside(e, flat, made) if made else None
+        equations.append(inside or e)
+        if inside is not None:
+            count, each = iterations(e.origin), sum(flat.types[v].nbytes for v in made)
+            read.append(None if count is None else count * each)
+    if not read:
+        return Sunk(flat, None)
+    known = [nbytes for nbytes in read if nbytes is not None]
+    return Sunk(
+        live(dataclasses.replace(flat, equations=tuple(equations))),
+        sum(known) if len(known) == len(read) else None,
+    )
 
 
 @dataclass(frozen=True, slots=True)

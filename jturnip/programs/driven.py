@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 from jturnip.errors import DoesNotFit
 from jturnip.frontend import tables
 from jturnip.frontend.inline import Condition
+from jturnip.frontend.loops import iterations
 from jturnip.frontend.values import Equation
 from jturnip.placement import Arguments, Budget
 from jturnip.programs import places
@@ -136,7 +137,8 @@ def _loop(
     moved_once = body.plan.kept_bytes
     plan = dataclasses.replace(plan, peak_bytes=peak, h2d_bytes=plan.h2d_bytes + moved_once)
     used = tuple(on_host), used_up, (unasked, unread), _unread(body, len(carried))
-    return Loop(plan, of_condition, of_body, begin, body, *used)
+    count = iterations(equation.origin)
+    return Loop(plan, of_condition, of_body, begin, body, *used, iterations=count)
 
 
 def _unread(program: Program, last: int) -> frozenset[int]:

@@ -1,9 +1,10 @@
 """A traced function to a program in a budget: flatten, split, plan; again if it must be."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 from jturnip import compat
@@ -14,6 +15,7 @@ from jturnip.frontend.flatten import flatten
 from jturnip.frontend.inline import Condition, argument_avals
 from jturnip.frontend.loops import LOOPS_AND_BRANCHES, bytes_for_one_branch
 from jturnip.frontend.memory_model import inner_bytes
+from jturnip.frontend.sinking import sunk
 from jturnip.frontend.streaming import Seen
 from jturnip.frontend.tables import loops_read_rows
 from jturnip.frontend.values import Equation, FlatJaxpr
@@ -22,10 +24,16 @@ from jturnip.programs import attempts, places, planning
 from jturnip.programs.again import may_be_called_again
 from jturnip.programs.bounds import read_whole_bytes
 from jturnip.programs.chains import Held, arguments_of, chain
-from jturnip.programs.devices import rates
+from jturnip.programs.devices import link_of, rates
 from jturnip.programs.driven import driven
-from jturnip.programs.records import Chain, How, Program, Straight
-from jturnip.programs.ways import in_fastest_way, moving_once, seconds_per_byte, straight
+from jturnip.programs.records import Chain, How, Program, Straight, expected_seconds
+from jturnip.programs.ways import (
+    CLEARLY,
+    in_fastest_way,
+    moving_once,
+    seconds_per_byte,
+    straight,
+)
 
 
 # So many loops are driven only so that what an iteration makes can be cut, into so many
@@ -100,22 +108,53 @@ def _made(
             )
         except DoesNotFit as error:
             refusals.append(error.with_traceback(None))
-    for make in _tries(closed, forwarded, arguments, budget, how, condition):
-        if how.axes and refusals and how.effort.is_enough:
+    first: Straight | Chain | None = None
+    for each in _tries(closed, forwarded, arguments, budget, how, condition):
+        if how.axes and (refusals or first) and how.effort.is_enough:
             break
+        if first and not each.drives:
+            continue  # loops make the same anew, or hold it
         try:
-            made = _for_any_call(make, budget, how, to_host)
+            made = _for_any_call(each.make, budget, how, to_host)
         except DoesNotFit as error:
             refusals.append(error.with_traceback(None))
-        else:
-            if made is not None:
-                return made
+            continue
+        if made is None:
+            continue
+        if first:
+            return min(first, made, key=expected_seconds)
+        first = made
+        if how.any_plan or not _may_rather_move(made, each, arguments, how):
+            return first
+    if first:
+        return first
     refusal = min(refusals, key=lambda refusal: refusal.needed_bytes)
     return refusal.with_traceback(None)
 
 
 # Makes a program, of the results that end in host memory; None where others may be better.
-_Try: TypeAlias = Callable[[frozenset[int]], "Straight | Chain | None"]
+_Make: TypeAlias = Callable[[frozenset[int]], "Straight | Chain | None"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Try:
+    """A way to make a program."""
+
+    make: _Make
+    # Of one in which loops make anew what they read: bytes that they would read instead.
+    read_bytes: int | None = None
+    # Whether loops are driven.
+    drives: bool = False
+
+
+def _may_rather_move(
+    made: Straight | Chain, tried: _Try, arguments: Arguments, how: How
+) -> bool:
+    """Whether it may be faster to move what loops make anew in a program."""
+    if tried.read_bytes is None:
+        return False
+    moving = tried.read_bytes / link_of(arguments.device, how.link).h2d_bytes_per_second
+    return moving < CLEARLY * expected_seconds(made)
 
 
 def _tries(
@@ -133,15 +172,18 @@ def _tries(
     seen = how.passes.seen(compat.lowering_platform(device), largest_fft)
     flat = flatten(closed, forwarded, None, condition, seen)
     loops_stay = takes_apart = how.streams and not how.finest
-    in_blocks = iter(())
+    in_blocks, read_bytes = iter(()), None
     if loops_stay:
         large = large_for(arena, expected, seconds_per_byte(arguments, how))
-        in_blocks = with_bodies_in_blocks(flat, arena, expected, large, seen)
+        inside = sunk(flat, large)
+        in_blocks = with_bodies_in_blocks(inside.flat, arena, expected, seen)
+        read_bytes = inside.read_bytes
     if how.axes and loops_stay:
         if has_loops_with_axes(flat, arena):
-            yield functools.partial(in_fastest_way, flat, arguments, budget, how)
+            yield _Try(partial(in_fastest_way, flat, arguments, budget, how))
         for cut in in_blocks:
-            yield functools.partial(in_fastest_way, cut, arguments, budget, how)
+            make = partial(in_fastest_way, cut, arguments, budget, how)
+            yield _Try(make, read_bytes)
     avals = argument_avals(closed, condition)
 
     def streamed(attempt: int, drive_all: bool = False) -> FlatJaxpr:
@@ -156,16 +198,21 @@ def _tries(
     for attempt in how.attempts if not (how.axes and how.finest) else ():
         tried = streamed(attempt) if how.streams else flat
         has_loops = any(e.name in LOOPS_AND_BRANCHES for e in tried.equations)
-        if has_loops or any(e.driven for e in tried.equations) or not how.axes:
+        drives = any(e.driven for e in tried.equations)
+        if has_loops or drives or not how.axes:
             if loops_stay and _takes_loops_apart(tried, flat, hosted, arena):
                 loops_stay = False  # it is the same for every attempt
-                whole = _with_whole_loops(
-                    flat, tried, in_blocks, seen, arguments, budget, how
+                in_one = (
+                    _Try(partial(straight, cut, arguments, budget, how), read_bytes)
+                    for cut in in_blocks
                 )
-                yield from whole
+                yield from _with_whole_loops(
+                    flat, tried, in_one, seen, arguments, budget, how
+                )
         else:  # what was cut along rows is to be cut along any axis instead
-            tried = flat
-        yield functools.partial(_of_flat, tried, arguments, budget, how, attempt)
+            tried, drives = flat, False
+        make = partial(_of_flat, tried, arguments, budget, how, attempt)
+        yield _Try(make, drives=drives)
         if not has_loops or not how.streams:
             break
     if how.axes and takes_apart:
@@ -183,7 +230,8 @@ def _driving_all(
     for attempt in dict.fromkeys((how.attempts[0], how.attempts[-1])):
         tried = streamed(attempt, True)
         if _is_worth_driving(tried, arena):
-            yield functools.partial(_of_flat, tried, arguments, budget, how, attempt)
+            make = partial(_of_flat, tried, arguments, budget, how, attempt)
+            yield _Try(make, drives=True)
 
 
 def _is_worth_driving(flat: FlatJaxpr, arena: int) -> bool:
@@ -198,25 +246,23 @@ def _is_worth_driving(flat: FlatJaxpr, arena: int) -> bool:
 def _with_whole_loops(
     flat: FlatJaxpr,
     tried: FlatJaxpr,
-    in_blocks: Iterator[FlatJaxpr],
+    in_one: Iterator[_Try],
     seen: Seen,
     arguments: Arguments,
     budget: Budget,
     how: How,
 ) -> Iterator[_Try]:
-    """What is tried rather than taking loops apart."""
+    """What is tried rather than taking loops apart; `in_one` of these each is a task."""
     arena, hosted = budget.arena(arguments.device), places.where(flat, arguments).hosted
     # A loop is done for a part of the positions along an axis, rather than driven.
     has_axes = has_loops_with_axes(flat, arena, "while")
     if has_axes and not loops_read_rows(flat, hosted, seen.inline):
-        yield functools.partial(in_fastest_way, flat, arguments, budget, how)
-    # It is one task.
-    for cut in in_blocks:
-        yield functools.partial(straight, cut, arguments, budget, how)
+        yield _Try(partial(in_fastest_way, flat, arguments, budget, how))
+    yield from in_one
     # It becomes a few tasks, rather than very many.
     many = len(tried.equations) > max(_MOST_EQUATIONS, len(flat.equations))
     if many and has_loops_with_axes(flat, arena):
-        yield functools.partial(moving_once, flat, arguments, budget, how)
+        yield _Try(partial(moving_once, flat, arguments, budget, how))
 
 
 def _takes_loops_apart(
@@ -232,7 +278,7 @@ def _takes_loops_apart(
 
 
 def _for_any_call(
-    make: _Try,
+    make: _Make,
     budget: Budget,
     how: How,
     to_host: frozenset[int],
@@ -255,7 +301,7 @@ def _of_flat(
 ) -> "Straight | Chain":
     if any(e.driven for e in flat.equations):
         inner = dataclasses.replace(how, attempts=(attempt,))
-        make_piece = functools.partial(_piece, arguments)
+        make_piece = partial(_piece, arguments)
         return chain(flat, arguments, budget, inner, to_host, make_piece)
     if how.axes:
         return in_fastest_way(flat, arguments, budget, how, to_host)

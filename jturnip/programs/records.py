@@ -198,6 +198,8 @@ class Loop:
     replaced: frozenset[int]
     # Whether what the body keeps on the device stays there after the loop.
     stays: bool = False
+    # How often it is expected to run, where that is known.
+    iterations: int | None = None
 
     @property
     def ends_on_host(self) -> tuple[bool, ...]:
@@ -344,6 +346,22 @@ def as_read(flat: FlatJaxpr, reads: Sequence[int]) -> Callable[[Part], Part]:
 def _lets_go(program: Program) -> bool:
     """Whether a loop keeps something only while it runs."""
     return isinstance(program, Loop) and not program.stays
+
+
+def expected_seconds(program: Program) -> float:
+    """What a call is predicted to take: each loop as often as it is expected to run, once
+    where nobody knows; of branches the slowest."""
+    match program:
+        case Chain():
+            return sum(expected_seconds(stage.program) for stage in program.stages)
+        case Loop():
+            times = 1 if program.iterations is None else program.iterations
+            once = expected_seconds(program.condition)
+            return once + times * expected_seconds(program.body)
+        case Choice():
+            return max(map(expected_seconds, program.branches))
+        case _:
+            return program.plan.predicted_seconds
 
 
 def straight_parts(program: Program) -> list[Straight]:

@@ -35,7 +35,7 @@ _SOME_WAYS = 4
 _MOST_WAYS = 8
 _SOME_TASKS = 1000
 # It is worth looking for other ways where these may take less than this share of the time.
-_CLEARLY = 2 / 3
+CLEARLY = 2 / 3
 # What is made anew is kept in no more equations than so many: with more, the tasks are as
 # small as a launch.
 _MOST_KEPT = 2000
@@ -292,7 +292,7 @@ def _may_rather_keep(again: Again | None, seconds: float, link: Link) -> bool:
         again.read_bytes / link.h2d_bytes_per_second,
         again.written_bytes / link.d2h_bytes_per_second,
     )
-    return max(moving, (1 - again.share) * seconds) < _CLEARLY * seconds
+    return max(moving, (1 - again.share) * seconds) < CLEARLY * seconds
 
 
 def _has_much_to_gain(made: Straight) -> bool:

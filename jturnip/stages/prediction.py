@@ -223,7 +223,7 @@ def _whole_seconds(function: Budgeted) -> float:
         flops=flops,
         bytes_accessed=accessed,
         arguments=tuple(Type.of(info).struct() for info in infos),
-        may_be_tried=may_be_tried(equations, [info.dtype for info in infos]),
+        may_be_tried=may_be_tried(equations),
         overwrites=tuple((0, i) for i, info in enumerate(infos) if info.donated),
     )
     nbytes, where = function.compiled_whole[1], placement.sharding(device, on_host=False)

@@ -16,7 +16,7 @@ from flat import flat_of
 
 import jturnip
 from jturnip.compiler.executables import TooManyTasks
-from jturnip.errors import DoesNotFit
+from jturnip.errors import DoesNotFit, HostMemoryError
 from jturnip.frontend import blocks, effort
 from jturnip.frontend.blocks import Ways
 from jturnip.frontend.effort import Effort
@@ -316,6 +316,23 @@ def test_the_first_that_moves_little_will_do():
     assert len(some.refusals) == 1
 
 
+def test_another_way_for_which_the_host_has_no_room_is_left_out():
+    some = compared(MUCH)
+    make, hopeless = some.make, ways_of(20)[0].cut[0]
+
+    def made(cut: FlatJaxpr, allowed: float) -> Any:
+        if len(cut.equations) == len(hopeless.equations):
+            raise HostMemoryError("no")
+        return make(cut, allowed)
+
+    some.make = made
+    some.look(iter(ways_of(30, 20, 25)))
+    assert lengths(some) == [30, 25]
+    some = dataclasses.replace(some, found=[])
+    with pytest.raises(HostMemoryError):
+        some.look(iter(ways_of(20)))
+
+
 LINK = Link(1e9, 1e9)
 
 
@@ -361,6 +378,18 @@ def test_equations_count_as_often_as_they_are_looked_at():
     assert effort_of_one == Effort(7 + 5 * effort._OF_TASKS)
     assert not effort_of_one.is_enough
     assert Effort(effort._ENOUGH + 1).is_enough
+
+
+def test_what_takes_the_rest_of_the_effort_is_no_way():
+    """Where only little is looked at, since it is only asked what a part would take."""
+    patience = 0.03
+    most = int(patience * effort._ENOUGH) // effort._OF_TASKS
+    asked = Effort(patience=patience)
+    assert not asked.is_too_much_for(most)
+    assert asked.is_too_much_for(most + 1)
+    asked.looked_at(effort._OF_TASKS)
+    assert asked.is_too_much_for(most)
+    assert not Effort().is_too_much_for(most)
 
 
 def kernel_sums(x: Any, y: Any) -> Any:

@@ -199,7 +199,12 @@ def _in_some_ways(
                 continue  # for nothing
             if not search.is_over(apart) and any(how) and how not in seen:
                 seen.add(how)
-                ways += (form for form in forms if _may_fit(form, arena, where))
+                ways += (
+                    form
+                    for form in forms
+                    if _may_fit(form, arena, where)
+                    and not effort.is_too_much_for(len(form.equations))
+                )
                 again = again or of_forms
             if not abreast:
                 break

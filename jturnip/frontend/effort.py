@@ -33,6 +33,10 @@ class Effort:
         """So many equations were made tasks."""
         self.equations += _OF_TASKS * equations
 
+    def is_too_much_for(self, equations: int) -> bool:
+        """Whether it would be enough before so many equations were made tasks."""
+        return self.equations + _OF_TASKS * equations > self.patience * _ENOUGH
+
     @property
     def is_enough(self) -> bool:
         """Whether no more ways are looked for: one that was not found by now asks for more

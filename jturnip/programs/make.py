@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from jturnip import compat
-from jturnip.errors import DoesNotFit
+from jturnip.errors import DoesNotFit, PlanningError
 from jturnip.frontend.blocks import has_loops_with_axes, large_for
 from jturnip.frontend.bodies import with_bodies_in_blocks
 from jturnip.frontend.flatten import flatten
@@ -108,26 +108,10 @@ def _made(
             )
         except DoesNotFit as error:
             refusals.append(error.with_traceback(None))
-    first: Straight | Chain | None = None
-    for each in _tries(closed, forwarded, arguments, budget, how, condition):
-        if how.axes and (refusals or first) and how.effort.is_enough:
-            break
-        if first and not each.drives:
-            continue  # loops make the same anew, or hold it
-        try:
-            made = _for_any_call(each.make, budget, how, to_host)
-        except DoesNotFit as error:
-            refusals.append(error.with_traceback(None))
-            continue
-        if made is None:
-            continue
-        if first:
-            return min(first, made, key=expected_seconds)
-        first = made
-        if how.any_plan or not _may_rather_move(made, each, arguments, how):
-            return first
-    if first:
-        return first
+    tries = _tries(closed, forwarded, arguments, budget, how, condition)
+    made = _first_that_fits(tries, arguments, budget, how, to_host, refusals)
+    if made is not None:
+        return made
     refusal = min(refusals, key=lambda refusal: refusal.needed_bytes)
     return refusal.with_traceback(None)
 
@@ -145,6 +129,41 @@ class _Try:
     read_bytes: int | None = None
     # Whether loops are driven.
     drives: bool = False
+
+
+def _first_that_fits(
+    tries: Iterator[_Try],
+    arguments: Arguments,
+    budget: Budget,
+    how: How,
+    to_host: frozenset[int],
+    refusals: list[DoesNotFit],
+) -> "Straight | Chain | None":
+    """The first program that fits; of one in which loops make anew what they read, and one
+    in which they are driven and move it, the faster. `refusals` grow."""
+    first: Straight | Chain | None = None
+    for each in tries:
+        if how.axes and (refusals or first) and how.effort.is_enough:
+            break
+        if first and not each.drives:
+            continue  # loops make the same anew, or hold it
+        try:
+            made = _for_any_call(each.make, budget, how, to_host)
+        except DoesNotFit as error:
+            refusals.append(error.with_traceback(None))
+            continue
+        except PlanningError:
+            if first is None:
+                raise
+            continue
+        if made is None:
+            continue
+        if first:
+            return min(first, made, key=expected_seconds)
+        first = made
+        if how.any_plan or not _may_rather_move(made, each, arguments, how):
+            break
+    return first
 
 
 def _may_rather_move(

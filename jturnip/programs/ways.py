@@ -260,6 +260,9 @@ class _Compared:
                 found.append(self.make(cut, most))
             except DoesNotFit as error:
                 self.refusals.append(error.with_traceback(None))
+            except PlanningError:
+                if not (self.found or found):
+                    raise
             except TooManyTasks:
                 count += 1
             else:

@@ -382,7 +382,7 @@ def test_equations_count_as_often_as_they_are_looked_at():
 
 def test_what_takes_the_rest_of_the_effort_is_no_way():
     """Where only little is looked at, since it is only asked what a part would take."""
-    patience = 0.03
+    patience = 0.06
     most = int(patience * effort._ENOUGH) // effort._OF_TASKS
     asked = Effort(patience=patience)
     assert not asked.is_too_much_for(most)

@@ -33,7 +33,7 @@ from jturnip.units import format_bytes, padded
 
 # How long is looked for a plan where it is only asked what a part would take, as a share of
 # what is usual.
-_PATIENCE = 0.03
+_PATIENCE = 0.06
 # Loops are taken apart where an array that one product reads whole takes no more than so
 # many times the budget: it is cut into as many parts, in each iteration.
 _TIMES_CUT = 16

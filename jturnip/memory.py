@@ -5,6 +5,7 @@ says of arrays that are in no plan. So that nothing else is there, everything go
 this module or is the result of a task's executable (a test sees to both).
 """
 
+import functools
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
@@ -164,12 +165,16 @@ def with_contents(
 ) -> jax.Array:
     """An array of contents that `view` gave, or that were put in `room_for` it."""
     array = from_numpy(contents, where)
-    if not _is_key(dtype):
-        return array
+    return jax.random.wrap_key_data(array, impl=_impl(dtype)) if _is_key(dtype) else array
+
+
+@functools.lru_cache
+def _impl(dtype: Any) -> Any:
+    """What makes keys of a type."""
     found: list[Any] = []
     struct = jax.ShapeDtypeStruct((), dtype)
     jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), struct)
-    return jax.random.wrap_key_data(array, impl=found[0])
+    return found[0]
 
 
 class ClosedOver:

@@ -905,7 +905,12 @@ def test_a_loop_is_expected_to_take_as_long_as_all_its_iterations():
 
 @pytest.mark.parametrize(
     ("goes_on", "count"),
-    [(lambda s: s[0] < 7, 7), (lambda s: (s[0] < 7) & (s[1] < 9.0), None)],
+    [
+        (lambda s: s[0] < 7, 7),
+        (lambda s: (s[0] < 7) & (s[1] < 9.0), None),
+        (lambda s: s[1] < 0.5, None),  # no number of iterations
+        (lambda s: s[1] < jnp.inf, None),
+    ],
 )
 def test_how_often_a_loop_runs(goes_on, count):
     step = lambda s: (s[0] + 1, s[1] * 2)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from jax import lax
 from jax.extend.core import Var, jaxpr_as_fun
 
@@ -104,14 +105,15 @@ def loop_counts(eqn: Any) -> tuple[int, int, int]:
 
 def iterations(eqn: Any) -> int | None:
     """How often a loop is expected to run: a scan its length; a `while` that goes on while
-    a number is below a limit, as from zero. None where nobody knows."""
+    a whole number is below a limit, as from zero. None where nobody knows."""
     if eqn.primitive.name == "scan":
         return eqn.params["length"]
     jaxpr = eqn.params["cond_jaxpr"].jaxpr
     if [e.primitive.name for e in jaxpr.eqns] != ["lt"]:
         return None
-    limit = getattr(jaxpr.eqns[0].invars[1], "val", None)
-    return None if limit is None else int(limit)
+    limit = jaxpr.eqns[0].invars[1]
+    counts = hasattr(limit, "val") and np.issubdtype(limit.aval.dtype, np.integer)
+    return int(limit.val) if counts else None
 
 
 def scanned(

@@ -80,10 +80,8 @@ class Kept:
 
 def worth_keeping(flat: FlatJaxpr, stretch: Stretch, rates: DeviceRates) -> Kept | None:
     """What the later loops of a stretch had better not make anew, if anything is."""
-    least = _LEAST_SAVED * _computing(flat, stretch.passes(flat), rates)
-    gained = lambda kept: kept.gained_seconds(rates)
-    best = max(_may_be_kept(flat, stretch, rates), key=gained, default=None)
-    return best if best is not None and gained(best) > least else None
+    anew = _computing(flat, stretch.passes(flat), rates)
+    return _best_kept(flat, stretch, rates, anew)
 
 
 def made_again(
@@ -98,7 +96,7 @@ def made_again(
       share: of how much of its blocks nothing is written down.
     """
     anew = _computing(flat, stretch.passes(flat), rates)
-    kept = worth_keeping(flat, stretch, rates)
+    kept = _best_kept(flat, stretch, rates, anew)
     if kept is None:
         return Again(anew, 0.0, 0, 0)
     return Again(
@@ -124,7 +122,7 @@ def worth_materializing(
     count = stretch.length // size
     anew = _computing(flat, stretch.passes(flat), rates)
     best, most = None, _LEAST_SAVED * anew * count
-    for kept in _may_be_kept(flat, stretch, rates):
+    for kept in _may_be_kept(flat, stretch, rates, anew):
         blocks = min(count, free * stretch.length // (kept.written_bytes * size))
         gained = kept.gained_seconds(rates) * blocks
         if blocks >= _LEAST_BLOCKS * count and gained > most:
@@ -132,10 +130,20 @@ def worth_materializing(
     return best
 
 
-def _may_be_kept(flat: FlatJaxpr, stretch: Stretch, rates: DeviceRates) -> Iterator[Kept]:
+def _best_kept(
+    flat: FlatJaxpr, stretch: Stretch, rates: DeviceRates, anew: float
+) -> Kept | None:
+    gained = lambda kept: kept.gained_seconds(rates)
+    best = max(_may_be_kept(flat, stretch, rates, anew), key=gained, default=None)
+    return best if best is not None and gained(best) > _LEAST_SAVED * anew else None
+
+
+def _may_be_kept(
+    flat: FlatJaxpr, stretch: Stretch, rates: DeviceRates, anew: float
+) -> Iterator[Kept]:
+    """What a stretch may keep that takes so many seconds where all is made anew."""
     if stretch.loops * len(stretch.equations) > _MOST_EQUATIONS:
         return
-    anew = _computing(flat, stretch.passes(flat), rates)
     for values in _sets(flat, stretch):
         passes = list(stretch.passes(flat, values))
         saved = anew - _computing(flat, passes, rates)

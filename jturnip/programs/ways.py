@@ -160,7 +160,7 @@ def or_in_blocks(
             with contextlib.suppress(PlanningError):
                 found.append(straight(cut, arguments, budget, how, to_host))
     found = [m for m in found if m is made or may_be_called_again(m, budget, how.returned)]
-    return min(found, key=lambda made: made.plan.predicted_seconds)
+    return _fastest(found)
 
 
 def moving_once(
@@ -200,7 +200,7 @@ class _Compared:
     @property
     def best(self) -> Straight:
         """The fastest of what was found."""
-        return min(self.found, key=lambda made: made.plan.predicted_seconds)
+        return _fastest(self.found)
 
     def look(self, ways: Iterator[Ways], most: float = 0.0) -> None:
         """Makes some of these until one moves little, or takes no more than so many
@@ -250,9 +250,9 @@ class _Compared:
             fewest = min((len(made.flat.equations) for made in found), default=math.inf)
             if self.any_plan and count:
                 break
-            most = self._most_executables(found, cut)
             if len(cut.equations) > _TIMES_FEWEST * fewest:
                 continue
+            most = self._most_executables(found, cut)
             if not most:
                 count += 1
                 continue
@@ -274,16 +274,20 @@ class _Compared:
         both = [*self.found, *found]
         if not both:
             return math.inf
-        best = min(both, key=lambda made: made.plan.predicted_seconds)
         if self.gains:
             known = [len(made.flat.equations) for made in both]
             many = len(cut.equations) > _MOST_KEPT or len(cut.equations) in known
             return 0 if many else math.inf
+        best = _fastest(both)
         if _has_much_to_gain(best):
             return math.inf
         if len(cut.equations) == len(best.flat.equations):
             return 0
         return max(_FEW_EXECUTABLES, len(best.split.executables))
+
+
+def _fastest(found: Sequence[Straight]) -> Straight:
+    return min(found, key=lambda made: made.plan.predicted_seconds)
 
 
 def _may_rather_keep(again: Again | None, seconds: float, link: Link) -> bool:

@@ -28,11 +28,12 @@ def parts_of(array: jax.Array, windows: Sequence[Window]) -> list[jax.Array | np
 
     Returns:
       For each window an array that shares its memory; where the backend has none such (the
-      CPU's has for what is contiguous and begins at a whole cache line), numpy's view.
+      CPU's has for what is contiguous and begins at a whole cache line), numpy's view. Of
+      keys, which numpy does not have, copies.
     """
     contents = view(array)
     pieces = [contents[window.index] for window in windows]
-    if not _is_as_numpy_has_it(array.dtype):  # such arrays are small: copies will do
+    if is_key(array.dtype):  # they are small: copies will do
         made = functools.partial(
             memory.with_contents, dtype=array.dtype, where=array.sharding
         )

@@ -24,7 +24,9 @@ def main(argv: list[str]) -> None:
     assert step.last_run is not None
     drawn = pictures.of_timeline(timeline.of_run(step.last_run))
     path = ROOT / "docs" / "pictures" / "run.svg"
-    path.write_text(pictures.on_white(drawn) + "\n", encoding="utf-8")
+    # Lines of this file are named as they stand in the repository.
+    drawn = pictures.on_white(drawn).replace(f"{ROOT}/", "")
+    path.write_text(drawn + "\n", encoding="utf-8")
 
 
 def _loss(weights: list[jax.Array], x: jax.Array) -> jax.Array:

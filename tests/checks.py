@@ -3,6 +3,7 @@
 import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -99,15 +100,25 @@ def collected() -> None:
     gc.freeze()
 
 
+# XLA's threads let go of what they had a moment after they say that it is ready or failed.
+_PATIENCE_SECONDS = 5.0
+
+
+def is_gone(array: weakref.ref[Any]) -> bool:
+    """Whether nobody has an array any more, or lets go of it soon."""
+    end = time.perf_counter() + _PATIENCE_SECONDS
+    while array() is not None and time.perf_counter() < end:
+        gc.collect()
+        time.sleep(0.01)
+    return array() is None
+
+
 class Holdings:
     """What JAX and the process hold, to see that nothing is left behind.
 
     Arrays of one number do not count: jturnip keeps a few as the numbers of mark slots, and
-    JAX keeps some as constants of its own. XLA's threads let go of what they had a moment
-    after they say that it is ready or has failed: so what is new is looked at again.
+    JAX keeps some as constants of its own. What is new is looked at again.
     """
-
-    _PATIENCE_SECONDS = 5.0
 
     def __init__(self) -> None:
         collected()
@@ -116,7 +127,7 @@ class Holdings:
 
     def new_arrays(self, count: int = 0) -> list[str]:
         """What is new, when it is no more than so many arrays or stays more."""
-        end = time.perf_counter() + self._PATIENCE_SECONDS
+        end = time.perf_counter() + _PATIENCE_SECONDS
         while len(found := self._new_arrays()) > count and time.perf_counter() < end:
             time.sleep(0.01)
         return found

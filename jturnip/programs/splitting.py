@@ -144,11 +144,11 @@ def split(
 
 
 def with_resident(split: Split, chosen: Collection[BufferId]) -> Split:
-    """The same with arrays in host memory that are on the device while it runs again and
-    again, since they are the same each time.
+    """The same with more arrays in host memory that are on the device while it runs again
+    and again, since they are the same each time.
 
     Args:
-      split: without such arrays.
+      split: what runs.
       chosen: of `same_each_time`.
     """
     there = frozenset(chosen)
@@ -157,7 +157,7 @@ def with_resident(split: Split, chosen: Collection[BufferId]) -> Split:
         for b in split.graph.buffers
     )
     graph = dataclasses.replace(split.graph, buffers=buffers)
-    return dataclasses.replace(split, graph=graph, resident=tuple(chosen))
+    return dataclasses.replace(split, graph=graph, resident=(*split.resident, *chosen))
 
 
 def spread(split: Split, room: int, choice: Collection[BufferId]) -> tuple[BufferId, ...]:

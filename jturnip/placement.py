@@ -262,6 +262,8 @@ class Returned:
     # (result, argument) where the one looks like the other: as for a training state, the
     # next call may be given the one for the other.
     again: tuple[tuple[int, int], ...] = ()
+    # Those that may lie anywhere: they have what room the others leave.
+    anywhere: frozenset[int] = frozenset()
 
     @classmethod
     def of(cls, out_info: Any, args_info: Any, placed: Collection[int]) -> "Returned":

@@ -17,8 +17,10 @@ import jturnip
 from jturnip.frontend import blocks, shifting
 from jturnip.frontend.axes import Known, rules
 from jturnip.frontend.costs import DeviceRates
+from jturnip.frontend.cutting import Blocks, one_after_the_other, with_cuttings
 from jturnip.frontend.parts import works
 from jturnip.frontend.slices import sliced_on_host
+from jturnip.frontend.stretches import Stretches
 from tests.test_rules import through_time
 
 
@@ -990,3 +992,29 @@ def test_what_is_read_from_both_sides_comes_once(fn, other, times, share):
     assert_same(f(jturnip.host(DATA), other), jax.jit(fn)(DATA, other), ulps=512)
     assert f.last_run.peak_bytes <= gpu_bytes
     assert f.last_run.h2d_bytes <= 1.1 * times * DATA.nbytes
+
+
+def test_of_stretches_that_wait_for_one_another_one_is_cut():
+    """Each reads what is made in the other, and none of what it makes itself after that."""
+
+    def crossed(x: Any, y: Any) -> Any:
+        a1, b2 = jnp.sin(x), jnp.tanh(y)
+        b1, a2 = jnp.cos(a1), jnp.exp(b2)
+        return a1 + a2, b1 + b2
+
+    args = tuple(np.random.default_rng(0).normal(size=(2, 8)).astype(np.float32))
+    flat = flat_of(crossed, *args)
+    assert [e.name for e in flat.equations] == ["sin", "tanh", "cos", "exp", "add", "add"]
+    stretches = Stretches(flat, rules(flat, works, Known()))
+    one = stretches.along((0, 3, 4), flat.equations[0].outputs[0], 0)
+    other = stretches.along((1, 2, 5), flat.equations[1].outputs[0], 0)
+    assert one is not None
+    assert other is not None
+    assert [one.equations, other.equations] == [(0, 3, 4), (1, 2, 5)]
+    first, second = Blocks(one, 4, 0), Blocks(other, 4, 0)
+    left = one_after_the_other(stretches, [first, second])
+    assert left == [first]
+    assert_same(
+        evaluated(with_cuttings(stretches, left), *args), [*jax.jit(crossed)(*args)]
+    )
+    assert one_after_the_other(stretches, [second]) == [second]

@@ -321,6 +321,18 @@ def test_arguments_that_nothing_reads(jit: Jit, keep_unused: bool):
     assert_same(f(*args), jax.jit(fn, keep_unused=keep_unused)(*args))
 
 
+def test_arguments_that_only_what_is_never_used_reads(jit: Jit):
+    """JAX does not look into such a call: its executable takes the argument."""
+
+    @jax.custom_vjp
+    def doubled(x: Any, mask: Any) -> Any:
+        return x * 2
+
+    doubled.defvjp(lambda x, mask: (x * 2, mask), lambda mask, g: (g * mask, None))
+    x = jnp.ones((64, 64))
+    assert_same(jit(doubled)(x, jturnip.host(x)), jax.jit(doubled)(x, x))
+
+
 def test_arrays_of_no_bytes(jit: Jit):
     fn = lambda x, y: (x * 2, y @ x, jnp.concatenate([y, y]))
     args = (jnp.zeros((0, 3)), jnp.zeros((2, 0)))

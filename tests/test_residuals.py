@@ -5,11 +5,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flat import flat_of
 
 from jturnip.frontend.values import Type
-from jturnip.placement import is_on_host
+from jturnip.placement import Arguments, Whose, is_on_host
+from jturnip.programs import places
 from jturnip.stages import residuals
 from jturnip.stages.options import Part
 
@@ -85,3 +88,16 @@ def test_a_quarter_stays_where_nothing_is_known_of_what_comes_after():
 def test_others_take_their_room():
     assert staying(Later({3: 1.0}), residual_bytes=1000 * 4096) == [1, 2]
     assert staying(None, residual_bytes=ARENA) == []
+
+
+def test_what_is_returned_has_room_before_residuals():
+    """A loss that lay in host memory could not be differentiated: JAX has its cotangent on
+    the device."""
+    flat = flat_of(lambda x: (jnp.sum(x), jnp.tanh(x)), np.ones(1024, np.float32))
+    device = jax.devices()[0]
+    given = Arguments((Whose.CALLER_DEVICE,), ("x",), device, False)
+    returned = Part((0, None)).returned(())
+    arena = 2 * 4096 + 128  # for the argument, and one of the results
+    assert places.leaving(flat, given, (), returned, arena) == frozenset()
+    both = Part((0, 1)).returned(())
+    assert places.leaving(flat, given, (), both, arena) == {1}

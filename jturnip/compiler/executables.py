@@ -237,6 +237,14 @@ def compile_whole(
     )
 
 
+def pruned(whole: Any) -> frozenset[int]:
+    """Positions of the arguments of which a whole executable has no parameters, since
+    nothing reads them: as JAX sees it, which looks into fewer calls than `frontend.inline`.
+    """
+    shardings = whole.in_tree.flatten_up_to(whole.input_shardings)
+    return frozenset(i for i, sharding in enumerate(shardings) if sharding is None)
+
+
 def _calls_out(flat: FlatJaxpr, group: Group) -> bool:
     """Whether a task calls code that is not XLA's own, which may fail after all results are
     written: a mark would have fired then."""

@@ -13,7 +13,13 @@ from typing import Any, TypeGuard
 
 from jturnip.frontend import costs, parts
 from jturnip.frontend.axes import Known, rules
-from jturnip.frontend.cutting import Blocks, Cutting, Tasks, with_cuttings
+from jturnip.frontend.cutting import (
+    Blocks,
+    Cutting,
+    Tasks,
+    one_after_the_other,
+    with_cuttings,
+)
 from jturnip.frontend.effort import Effort
 from jturnip.frontend.materializing import (
     Again,
@@ -217,22 +223,23 @@ def _cut_anew(
     if tasks:
         choice.cut_in_one_pass(ruled)
     choice.cut([i for i in ruled if i not in choice.taken], room.least)
+    cuttings = one_after_the_other(stretches, choice.cuttings)
     many = sum(
         -(-c.stretch.length // c.size) * len(c.stretch.equations)
-        for c in choice.cuttings
+        for c in cuttings
         if isinstance(c, Tasks)
     )
-    if not choice.cuttings or many > room.most_equations:
+    if not cuttings or many > room.most_equations:
         return Found(flat)
-    cut, how = _with_cuttings(stretches, choice.cuttings, search)
-    written = [_materializing(flat, room, c) for c in choice.cuttings]
+    cut, how = _with_cuttings(stretches, cuttings, search)
+    written = [_materializing(flat, room, c) for c in cuttings]
     each = [
         made_again(flat, c.stretch, room.rates, c.share_made_anew)
         for c in written
         if _makes_again(c)
     ]
     found = Found(cut, how, again=functools.reduce(Again.__add__, each) if each else None)
-    if written == choice.cuttings:
+    if written == cuttings:
         return found
     materialized, _ = _with_cuttings(stretches, written, search)
     return dataclasses.replace(found, materialized=materialized)

@@ -93,8 +93,52 @@ Cutting: TypeAlias = Blocks | Tasks
 
 
 def with_cuttings(stretches: Stretches, cuttings: Sequence[Cutting]) -> FlatJaxpr:
-    """The function with other equations in the place of each stretch that is cut."""
+    """The function with other equations in the place of each stretch that is cut; none of
+    them waits for another that waits for it."""
     return _New(stretches, cuttings).result()
+
+
+def one_after_the_other(stretches: Stretches, cuttings: Sequence[Cutting]) -> list[Cutting]:
+    """Those that can be done one after the other. Each of two may need what is made in the
+    other: of such, later ones are left out."""
+    left = list(cuttings)
+    while waiting := _in_order(stretches, left)[1]:
+        without = {
+            i: [c for c in left if c.stretch.equations[-1] != i]
+            for i in waiting
+            if any(c.stretch.equations[-1] == i for c in left)
+        }
+        still = {i: len(_in_order(stretches, some)[1]) for i, some in without.items()}
+        least = min(still.values())
+        left = without[max(i for i, count in still.items() if count == least)]
+    return left
+
+
+def _in_order(
+    stretches: Stretches, cuttings: Sequence[Cutting]
+) -> tuple[list[int], list[int]]:
+    """The equations as they can be done, a stretch in the place of its last; and those that
+    cannot be, since they wait for one another."""
+    flat, writer = stretches.flat, stretches.writer
+    ends = {c.stretch.equations[-1]: c.stretch for c in cuttings}
+    of = {i: last for last, stretch in ends.items() for i in stretch.equations}
+    # What reads a stretch and stands among its equations comes after it.
+    waiting = [i for i in range(len(flat.equations)) if of.get(i, i) == i]
+    order: list[int] = []
+    done: set[int] = set()
+    while waiting:
+        later = []
+        for i in waiting:
+            read = ends[i].entering if i in ends else read_by(flat.equations[i])
+            if any(v in writer and writer[v] not in done for v in read):
+                later.append(i)
+                continue
+            order.append(i)
+            done.update(ends[i].equations if i in ends else (i,))
+        if len(later) == len(waiting):
+            break
+        waiting = later
+    return order, waiting
 
 
 class _New:
@@ -102,6 +146,7 @@ class _New:
 
     def __init__(self, stretches: Stretches, cuttings: Sequence[Cutting]):
         self._flat = stretches.flat
+        self._stretches = stretches
         self._writer = stretches.writer
         self._cuttings = cuttings
         self._types = list(self._flat.types)
@@ -122,22 +167,11 @@ class _New:
 
     def result(self) -> FlatJaxpr:
         flat = self._flat
+        order, waiting = _in_order(self._stretches, self._cuttings)
+        assert not waiting, "stretches that wait for one another"
         ends = {c.stretch.equations[-1]: c for c in self._cuttings}
-        of = {i: last for last, c in ends.items() for i in c.stretch.equations}
-        # What reads a stretch and stands among its equations comes after it.
-        waiting = [i for i in range(len(flat.equations)) if of.get(i, i) == i]
-        done: set[int] = set()
-        while waiting:
-            later = []
-            for i in waiting:
-                read = ends[i].stretch.entering if i in ends else read_by(flat.equations[i])
-                if any(v in self._writer and self._writer[v] not in done for v in read):
-                    later.append(i)
-                    continue
-                self._add(i, ends.get(i))
-                done.update(ends[i].stretch.equations if i in ends else (i,))
-            assert len(later) < len(waiting), "stretches that wait for one another"
-            waiting = later
+        for i in order:
+            self._add(i, ends.get(i))
         self._do_abreast()
         self._whole(v for output in self._outputs for v in values_of(output))
         used = {v for e in self._equations for v in read_by(e)}

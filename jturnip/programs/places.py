@@ -127,7 +127,8 @@ def leaving(
       flat: the function.
       arguments: how its arguments are held.
       to_host: results that go there anyway, by position.
-      returned: of which results all go or none does; others stay.
+      returned: of which results all go or none does, and which may lie anywhere; the
+        others stay.
       arena: bytes on the device.
       least: bytes that a call needs if some more arguments are on the device.
     """
@@ -136,7 +137,7 @@ def leaving(
     sizes = {
         at: padded(flat.type_of(output).nbytes)
         for at, output in enumerate(flat.outputs)
-        if at not in away and output not in as_they_are
+        if at not in away.union(returned.anywhere) and output not in as_they_are
     }
     # At rest a result has the place of an argument like it that was given up.
     room = arena - argument_bytes(flat, arguments, (Whose.CALLER_DEVICE,))

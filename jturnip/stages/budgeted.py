@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jturnip import placement
-from jturnip.compiler.executables import compile_whole
+from jturnip.compiler.executables import compile_whole, pruned
 from jturnip.compiler.report import CompileReport, Spent
 from jturnip.compiler.trials import Trials
 from jturnip.errors import DoesNotFit, HostMemoryError
@@ -162,12 +162,10 @@ class Budgeted:
     @functools.cached_property
     def whole_plan(self) -> tuple[Moves, Plan]:
         """What a call of the whole moves, and its figures."""
-        asked, flattened = self.asked, self.flattened
-        pruned = () if asked.options.keep_unused else flattened.unread
-        moves = moves_of(
-            flattened.arguments, asked.traced, self.wanted, pruned, asked.keeps
-        )
-        return moves, whole_plan(self.compiled_whole[1], moves, self.gpu_bytes)
+        asked, arguments = self.asked, self.flattened.arguments
+        whole, nbytes = self.compiled_whole
+        moves = moves_of(arguments, asked.traced, self.wanted, pruned(whole), asked.keeps)
+        return moves, whole_plan(nbytes, moves, self.gpu_bytes)
 
     @functools.cached_property
     def _least_whole_bytes(self) -> int:

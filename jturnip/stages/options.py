@@ -64,7 +64,10 @@ class Part:
             frozenset(i for i, g in enumerate(self.groups) if g == number)
             for number in sorted(numbers)
         )
-        return Returned(tuple(group.difference(placed) for group in groups))
+        return Returned(
+            tuple(group.difference(placed) for group in groups),
+            anywhere=frozenset(self.residuals).difference(placed),
+        )
 
 
 @dataclass(frozen=True)

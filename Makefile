@@ -25,7 +25,7 @@ site := $(VENV)/.site
 sources := $(wildcard xla_ext/*.cc xla_ext/*.h) xla_ext/CMakeLists.txt
 gpu_target := build/gpu
 # Measures even if a test fails, and then fails.
-on_gpu = $(1) -m pytest -m gpu; tests=$$?; $(1) -m benchmarks.gpu $(ARGS) && exit $$tests
+on_gpu = $(1) -m pytest -m gpu tests/test_native.py; tests=$$?; $(1) -m benchmarks.gpu $(ARGS) && exit $$tests
 sees_gpu := -c 'import sys, jax; sys.exit(jax.default_backend() != "gpu")' 2>/dev/null
 
 .DELETE_ON_ERROR:

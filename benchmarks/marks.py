@@ -1,6 +1,6 @@
 """What a mark costs, and how soon the loop hears of a finished executable.
 
-Run with `python benchmarks/marks.py [--repeats=200] [--json=out.json]`. All ways take turns
+Run with `python -m benchmarks.marks [--repeats=200] [--json=out.json]`. All ways take turns
 in one process, so that they share whatever else the machine does.
 """
 
@@ -9,7 +9,6 @@ import json
 import os
 import queue as std_queue
 import statistics
-import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -20,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 
+from benchmarks.measure import commit
 from jturnip.native import marks, queue
 
 
@@ -56,15 +56,12 @@ def main(argv: list[str]) -> None:
 
 
 def environment() -> dict[str, Any]:
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
     return {
         "device": jax.devices()[0].device_kind,
         "cores": os.cpu_count(),
         "jax": jax.__version__,
         "ffi": marks.running_api_version(),
-        "commit": commit.stdout.strip() or "none",
+        "commit": commit(),
         "repeats": _REPEATS.value,
     }
 

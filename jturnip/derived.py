@@ -46,6 +46,7 @@ class DerivedRunner:
     def __call__(self, *args: Any) -> list[Any]:
         turn, part = self._turn, self._part
         call = self._statics.call(args, {})
+        call.check_alive(lambda: self._statics.names(call))
         beside_bytes = self._in_steps(turn.residual_bytes(args))
         # Only what leaves residuals itself must know of all others.
         held = turn.residual_bytes(()) if part.residuals else 0

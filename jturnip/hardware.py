@@ -1,6 +1,7 @@
 """Accelerators and host links by their figures, to predict runs on machines elsewhere."""
 
 import math
+import re
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -164,6 +165,19 @@ def accelerator(of: str | Accelerator) -> Accelerator:
       TypeError: for anything else.
     """
     return _found(of, Accelerator, ACCELERATORS, "device")
+
+
+def accelerator_like(kind: str) -> Accelerator | None:
+    """The accelerator in `ACCELERATORS` that a device is, as far as its kind says, such as
+    "NVIDIA A100-SXM4-80GB"; of several that it may be the one before the others."""
+    words = frozenset(re.findall(r"\w+", kind))
+    found = [a for a in _ACCELERATORS if _model(a.name) in words]
+    return max(found, key=lambda a: len(words.intersection(a.name.split())), default=None)
+
+
+def _model(name: str) -> str:
+    """The word of a name that says which one it is."""
+    return next(word for word in name.split() if re.search(r"\d", word))
 
 
 def host_link(of: str | HostLink) -> HostLink:

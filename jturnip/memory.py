@@ -25,6 +25,8 @@ Tree = TypeVar("Tree")
 
 # XLA's CPU client shares numpy's memory if it begins at a multiple of this.
 ALIGNMENT = 64
+# So many zeros are quicker made by a device, which compiles that, than copied to it.
+_MANY = 1 << 20
 
 
 def host(tree: Tree) -> Tree:
@@ -119,11 +121,16 @@ def _own_copy(contents: np.ndarray, where: jax.sharding.Sharding) -> jax.Array:
     even if asked not to, and copies it elsewhere. So it is given a copy that it will take.
     """
     dtype = jax.dtypes.canonicalize_dtype(contents.dtype)
-    if next(iter(where.device_set)).platform == "cpu":
+    if _is_on_cpu(where):
         memory = empty(contents.shape, dtype)
         np.copyto(memory, contents, casting="unsafe")
-        contents = memory
-    return jax.device_put(contents, where)
+        return jax.device_put(memory, where)
+    # Elsewhere numpy's own memory is read, which is the user's to change after this.
+    return jax.block_until_ready(jax.device_put(contents, where))
+
+
+def _is_on_cpu(where: jax.sharding.Sharding) -> bool:
+    return next(iter(where.device_set)).platform == "cpu"
 
 
 def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
@@ -274,7 +281,12 @@ def from_numpy(contents: np.ndarray, where: jax.sharding.Sharding) -> jax.Array:
 
 
 def zeros(struct: jax.ShapeDtypeStruct, where: jax.sharding.Sharding) -> jax.Array:
-    """Zeros, or keys of zeros, to try an executable out."""
+    """Zeros, or keys of zeros, to try an executable out: large ones made by the device
+    where it is not the CPU, rather than copied to it."""
+    is_large = struct.size >= _MANY and not _is_key(struct.dtype)
+    if is_large and not _is_on_cpu(where):
+        with jax.transfer_guard("allow"):
+            return jnp.zeros(struct.shape, struct.dtype, device=where)
     contents = room_for(struct)
     contents.fill(0)
     return with_contents(contents, struct.dtype, where)

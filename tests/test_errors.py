@@ -211,8 +211,11 @@ def test_an_array_that_was_donated_before_is_named(gpu_bytes: int):
 def test_an_array_that_was_deleted_is_named_by_its_path(gpu_bytes: int):
     weights: list[Any] = jturnip.host(layers(8))
     weights[3].delete()
-    with pytest.raises(jturnip.ArgumentError, match=r"argument weights\[3\]"):
-        jturnip.jit(tower, gpu_bytes)(X, weights)
+    f = jturnip.jit(tower, gpu_bytes)
+    total = lambda x, weights: jnp.sum(f(x, weights))
+    for call in (f, jax.grad(total), lambda x, w: jax.vmap(f, (0, None))(x[None], w)):
+        with pytest.raises(jturnip.ArgumentError, match=r"argument weights\[3\]"):
+            call(jnp.asarray(X), weights)
 
 
 def test_a_compiled_function_names_deleted_arrays_too(gpu_bytes: int):

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from typing import Any
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +20,12 @@ import pytest
 from watch import Watch
 
 import jturnip
+from jturnip.compiler.executables import work_of
 from jturnip.compiler.trials import Trials
-from jturnip.hardware import accelerator, host_link
+from jturnip.hardware import accelerator, accelerator_like, host_link
 from jturnip.planner.strategies import STRATEGIES
 from jturnip.programs import calibration
-from jturnip.programs.devices import link_of
+from jturnip.programs.devices import link_of, rates
 from jturnip.runtime.schedule import Link
 from jturnip.stages import prediction
 from jturnip.stages.lowered import Lowered
@@ -75,6 +77,45 @@ def test_every_link_has_figures_that_go_together():
         assert link.name == name
         assert 1e9 < link.d2h_bytes_per_second <= link.h2d_bytes_per_second < 1e12
         assert 0 < link.latency_seconds < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100 PCIe"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA GH200 480GB", "GH200"),
+        ("NVIDIA A100-SXM4-80GB", "A100 80GB"),
+        ("NVIDIA A100-PCIE-40GB", "A100 40GB"),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("Tesla T4", "T4"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA RTX A6000", None),
+        ("cpu", None),
+    ],
+)
+def test_a_device_is_known_by_its_kind(kind: str, name: str | None):
+    found = accelerator_like(kind)
+    assert (found.name if found else None) == name
+
+
+def test_work_of_libraries_is_known_from_shapes():
+    """XLA's analysis for a GPU says -1 of a product that cuBLAS does."""
+
+    class Compiled:
+        def cost_analysis(self) -> dict[str, float]:
+            return {"flops": -1.0, "bytes accessed": -1.0}
+
+    closed = jax.make_jaxpr(lambda x, y: x @ y)(jnp.ones((8, 4)), jnp.ones((4, 2)))
+    device = Mock(platform="gpu", device_kind="NVIDIA H100 80GB HBM3")
+    found = work_of(Compiled(), closed.jaxpr.eqns, 4 * (32 + 8 + 16), device)
+    assert found == (2 * 8 * 4 * 2, 4 * (32 + 8 + 16))
+    expected = rates(device)
+    assert expected.flops_per_second == pytest.approx(0.6 * 378e12)
+    assert rates(jax.devices()[0], PLAIN).flops_per_second == PLAIN.flops_per_second
+    device.device_kind = "of another kind"
+    assert rates(device).flops_per_second < expected.flops_per_second
 
 
 def test_a_name_or_a_record_is_an_accelerator():

@@ -165,6 +165,18 @@ def test_a_trial_that_fails_says_so_and_leaves_nothing_measured():
     assert executable.seconds is None
 
 
+@pytest.mark.parametrize("dtype", ["float32", "int8", "int4"])
+def test_a_device_makes_large_zeros_itself(dtype: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(memory, "_is_on_cpu", lambda where: False)
+    monkeypatch.setattr(memory, "from_numpy", None)  # not called
+    struct = jax.ShapeDtypeStruct((1024, 1024), dtype)
+    where = placement.sharding(jax.devices()[0], on_host=False)
+    zeros = memory.zeros(struct, where)
+    assert (zeros.shape, zeros.dtype) == (struct.shape, struct.dtype)
+    assert zeros.sharding == where
+    assert not np.asarray(zeros).any()
+
+
 @pytest.mark.parametrize("dtype", ["keys", "int4", "float8_e4m3fn"])
 def test_what_numpy_does_not_have_is_made_up_too(dtype: str):
     if dtype == "keys":

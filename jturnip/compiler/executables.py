@@ -16,7 +16,7 @@ import math
 import os
 import time
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -399,10 +399,13 @@ def _compile(
         error.add_note(f"This was said of {_described(task)}, a part of the function.")
         raise
     flat, group = task.flat, task.group
-    may_try = may_be_tried(flat.equations[e].origin for e in group.equations)
+    eqns = [flat.equations[e].origin for e in group.equations]
+    may_try = may_be_tried(eqns)
     profile = _profile(lowered, how) if may_try else ""
     seconds, dispatch_seconds = known_times(profile) or (None, 0.0)
-    sizes, cost = compiled.memory_analysis(), compiled.cost_analysis() or {}
+    nbytes = sum(flat.types[v].nbytes for v in (*group.inputs, *group.outputs))
+    flops, accessed = work_of(compiled, eqns, nbytes, how.device)
+    sizes = compiled.memory_analysis()
     packed = any(is_packed(flat.types[v].dtype) for v in group.inputs)
     executable = Executable(
         # jax 0.10's Compiled refuses an array of packed numbers that was in host memory.
@@ -411,8 +414,8 @@ def _compile(
         # The numbers that are operands are put on the device by each call.
         workspace=(int(sizes.temp_size_in_bytes) if sizes is not None else 0)
         + GRANULE * len(task.lifted),
-        flops=float(cost.get("flops", 0.0)),
-        bytes_accessed=float(cost.get("bytes accessed", 0.0)),
+        flops=flops,
+        bytes_accessed=accessed,
         arguments=(
             *(flat.types[v].struct() for v in group.inputs),
             *(t.struct() for t in task.types),
@@ -424,6 +427,28 @@ def _compile(
         dispatch_seconds=dispatch_seconds,
     )
     return executable, origin
+
+
+def work_of(
+    compiled: Any, eqns: Iterable[Any], nbytes: int, device: Device | None
+) -> tuple[float, float]:
+    """Floating-point operations of an executable and the bytes that it reads and writes, by
+    XLA.
+
+    For a GPU XLA has products done by a library, of whose work its analysis says that it is
+    unknown, -1 for each call (`HloCostAnalysis::HandleCustomCall`): then shapes say it.
+
+    Args:
+      compiled: a `jax.stages.Compiled`.
+      eqns: the jaxpr equations that it was compiled from.
+      nbytes: of its operands and results.
+      device: that it is for; None for JAX's default device.
+    """
+    found = compiled.cost_analysis() or {}
+    flops, accessed = (float(found.get(key, 0.0)) for key in ("flops", "bytes accessed"))
+    if (device.platform if device else jax.default_backend()) == "cpu":
+        return flops, accessed
+    return max(flops, sum(map(costs.flops, eqns))), max(accessed, float(nbytes))
 
 
 def _profile(lowered: Any, how: How) -> str:

@@ -139,8 +139,8 @@ def does_not_fit(
             f" {advice}."
         )
     else:
-        beside = f", beside {format_bytes(kept)} of arguments on the device" if kept else ""
-        beside += others
+        there = f"{format_bytes(kept)} of arguments and closed-over arrays on the device"
+        beside = (f", beside {there}" if kept else "") + others
         if reserve_bytes:
             beside += f", and {format_bytes(reserve_bytes)} are jturnip's own"
         # A few bytes there are not what is in the way.

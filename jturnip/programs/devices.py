@@ -5,23 +5,22 @@ import dataclasses
 from jturnip import compat
 from jturnip.compat import Device
 from jturnip.frontend.costs import LINEAR_ALGEBRA, DeviceRates
-from jturnip.hardware import Accelerator
+from jturnip.hardware import Accelerator, accelerator_like
 from jturnip.programs.calibration import measured_link
 from jturnip.runtime.link import SimulatedLink
 from jturnip.runtime.schedule import Link
 
 
-# Guesses about a device, until its tasks are measured.
-_RATES = {
-    "cpu": DeviceRates(
-        5e10,
-        1e10,
-        1e-4,
-        LINEAR_ALGEBRA if compat.LAPACK_MAY_HANG else frozenset(),
-        row_seconds=1.5e-9,
-    ),
-    "gpu": DeviceRates(5e13, 2e12, 5e-5),
-}
+# Guesses about a device, until its tasks are measured: a CPU, and an accelerator of which
+# nothing is known.
+_CPU = DeviceRates(
+    5e10,
+    1e10,
+    1e-4,
+    LINEAR_ALGEBRA if compat.LAPACK_MAY_HANG else frozenset(),
+    row_seconds=1.5e-9,
+)
+_UNKNOWN = DeviceRates(5e13, 1e12, 5e-5)
 # And of links, with their latency, and the loop's time to start a copy.
 _LINKS = {
     "cpu": Link(5e9, 5e9, latency_seconds=5e-5, issue_seconds=1e-4, heard_seconds=5e-5),
@@ -33,8 +32,14 @@ _LINKS = {
 
 def rates(device: Device, instead: Accelerator | None = None) -> DeviceRates:
     """What is expected of a device's arithmetic and memory, or of any accelerator's."""
-    is_cpu = device.platform == "cpu" and instead is None
-    return _RATES["cpu" if is_cpu else "gpu"]
+    if instead is None and device.platform == "cpu":
+        return _CPU
+    known = instead or accelerator_like(device.device_kind)
+    if known is None:
+        return _UNKNOWN
+    flops = known.float32_flops_per_second or known.flops_per_second
+    share, launch = known.achievable_share, _UNKNOWN.launch_seconds
+    return DeviceRates(share * flops, share * known.bytes_per_second, launch)
 
 
 def link_of(device: Device, over: SimulatedLink | Link | None) -> Link:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from jturnip import placement
-from jturnip.compiler.executables import Executable
+from jturnip.compiler.executables import Executable, work_of
 from jturnip.compiler.trials import may_be_tried, try_out
 from jturnip.frontend.values import Type
 from jturnip.graph.plan import Plan
@@ -206,8 +206,10 @@ def _whole_seconds(function: Budgeted) -> float:
     out."""
     asked, device = function.asked, function.flattened.given.device
     whole: Any = function.whole
-    flops, accessed = _cost(whole)
     equations = asked.traced.jaxpr.eqns
+    infos, results = map(jax.tree.leaves, (asked.traced.args_info, asked.traced.out_info))
+    nbytes = sum(Type.of(info).nbytes for info in (*infos, *results))
+    flops, accessed = work_of(whole, equations, nbytes, device)
     if asked.accelerator is not None:
         return seconds_on(asked.accelerator, equations, flops, accessed)
 
@@ -215,7 +217,6 @@ def _whole_seconds(function: Budgeted) -> float:
         args, kwargs = jax.tree.unflatten(asked.in_tree, leaves)
         return jax.tree.leaves(whole(*args, **kwargs))
 
-    infos = jax.tree.leaves(asked.traced.args_info)
     executable = Executable(
         call=call,
         marked=False,
@@ -229,9 +230,3 @@ def _whole_seconds(function: Budgeted) -> float:
     nbytes, where = function.compiled_whole[1], placement.sharding(device, on_host=False)
     try_out([(executable, nbytes)], where, function.trials())
     return executable.seconds or rates(device).seconds(flops, accessed)
-
-
-def _cost(whole: Any) -> tuple[float, float]:
-    """Floating-point operations and bytes accessed, by XLA."""
-    found = whole.cost_analysis() or {}
-    return float(found.get("flops", 0.0)), float(found.get("bytes accessed", 0.0))

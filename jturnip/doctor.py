@@ -20,13 +20,12 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from jturnip.native import marks
+from jturnip.placement import PINNED_LIMIT, PINNED_LIMIT_DEFAULT, available_host_bytes
 from jturnip.units import format_bytes
 
 
 Device: TypeAlias = Any  # jax.Device, which type checkers take for a variable
 MIB, GIB = 2**20, 2**30
-PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
-PINNED_LIMIT_DEFAULT = 64
 FRACTION = "XLA_CLIENT_MEM_FRACTION"
 FRACTION_DEFAULT = 0.75
 ALLOCATOR = "XLA_PYTHON_CLIENT_ALLOCATOR"
@@ -244,28 +243,6 @@ def host_memory(available: int | None) -> Iterator[Finding]:
     else:
         advice = "Little to offload into; close what else is running." * (available < GIB)
         yield Finding("host memory", f"{format_bytes(available)} available", advice)
-
-
-def available_host_bytes(root: pathlib.Path = pathlib.Path("/")) -> int | None:
-    """Free and reclaimable host memory, within the container's limit; None if unknown."""
-    try:
-        meminfo = (root / "proc/meminfo").read_text()
-    except OSError:
-        return None
-    match = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo, re.MULTILINE)
-    if match is None:
-        return None
-    free = [int(match[1]) * 1024]
-    groups = root / "sys/fs/cgroup"
-    for limit, used in (
-        (groups / "memory.max", groups / "memory.current"),  # version 2, then 1
-        (groups / "memory/memory.limit_in_bytes", groups / "memory/memory.usage_in_bytes"),
-    ):
-        try:
-            free.append(int(limit.read_text()) - int(used.read_text()))
-        except (OSError, ValueError):  # no such group, or a limit of "max"
-            continue
-    return max(0, min(free))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,12 @@
 """Where arrays lie: of arguments, of what a device has free, of what a host can hold."""
 
 import collections
+import contextlib
 import enum
 import itertools
 import os
+import pathlib
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +17,12 @@ import numpy as np
 from jturnip import compat
 from jturnip.compat import Device
 from jturnip.errors import UnsupportedError
+from jturnip.units import format_bytes
 
+
+# What JAX's pool of pinned memory for a GPU takes at most, in GiB.
+PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+PINNED_LIMIT_DEFAULT = 64
 
 # Arguments that are not JAX arrays and smaller than this start on the device.
 SMALL = 64 * 1024
@@ -184,25 +192,68 @@ class Budget:
 
 def host_memory_available() -> int:
     """Bytes of RAM that programs can still take."""
+    available = available_host_bytes()
+    if available is None:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return available
+
+
+def available_host_bytes(root: pathlib.Path = pathlib.Path("/")) -> int | None:
+    """Free and reclaimable host memory, within the container's limit; None if unknown."""
     try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            for line in file:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
+        meminfo = (root / "proc/meminfo").read_text()
     except OSError:
-        pass
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return None
+    match = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo, re.MULTILINE)
+    if match is None:
+        return None
+    free = [int(match[1]) * 1024]
+    groups = root / "sys/fs/cgroup"
+    for folder, limit, used, cached in (  # version 2, then 1
+        (groups, "memory.max", "memory.current", "inactive_file"),
+        (
+            groups / "memory",
+            "memory.limit_in_bytes",
+            "memory.usage_in_bytes",
+            "total_inactive_file",
+        ),
+    ):
+        try:
+            most = int((folder / limit).read_text())
+            taken = int((folder / used).read_text())
+        except (OSError, ValueError):  # no such group, or a limit of "max"
+            continue
+        free.append(most - max(0, taken - _cached(folder / "memory.stat", cached)))
+    return max(0, min(free))
 
 
-def host_bytes_limit(device: Device) -> tuple[int, str]:
-    """What pinned host copies may take, and why no more."""
-    available = host_memory_available()
-    if device.platform == "cpu":
-        return available, "the memory that the machine has available"
-    pool = float(os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "64")) * 2**30
-    if pool < available:
-        return int(pool), "JAX's pinned pool (XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB)"
-    return available, "the memory that the machine has available"
+def _cached(path: pathlib.Path, name: str) -> int:
+    """Bytes of files that a group has in memory, and gives up when that is needed."""
+    with contextlib.suppress(OSError):
+        match = re.search(rf"^{name} (\d+)$", path.read_text(), re.MULTILINE)
+        return int(match[1]) if match else 0
+    return 0
+
+
+def host_bytes_limit(device: Device, ours: int, theirs: int) -> tuple[int, str]:
+    """What pinned host copies may take beside a function's arguments, and why no more.
+
+    Args:
+      device: where the function runs.
+      ours: bytes of arguments that a call copies there.
+      theirs: bytes of those that the caller has there.
+    """
+    limits = [(host_memory_available(), ours, "the memory that the machine has available")]
+    if device.platform == "cpu":  # it takes numpy's memory as it is
+        limits = [(available, 0, why) for available, _, why in limits]
+    else:
+        pool = int(float(os.environ.get(PINNED_LIMIT, PINNED_LIMIT_DEFAULT)) * 2**30)
+        limits.append((pool, ours + theirs, f"JAX's pinned pool ({PINNED_LIMIT})"))
+    limit, taken, why = min(limits, key=lambda each: each[0] - each[1])
+    why += f" is {format_bytes(limit)}"
+    if taken:
+        why += f", of which arguments take {format_bytes(taken)}"
+    return limit - taken, why
 
 
 @dataclass(frozen=True, slots=True)

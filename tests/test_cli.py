@@ -6,11 +6,12 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from unittest.mock import Mock
 
 import jax
 import pytest
 
-from jturnip import cli, demo, doctor
+from jturnip import cli, demo, doctor, placement
 from jturnip.models import llama
 
 
@@ -238,17 +239,36 @@ def test_the_pinned_limit_is_held_against_host_memory(
 
 
 def test_host_memory_is_what_the_container_leaves(tmp_path: pathlib.Path):
-    assert doctor.available_host_bytes(tmp_path) is None
+    assert placement.available_host_bytes(tmp_path) is None
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/meminfo").write_text("MemFree: 1 kB\nMemAvailable:    4096 kB\n")
-    assert doctor.available_host_bytes(tmp_path) == 4096 * 1024
+    assert placement.available_host_bytes(tmp_path) == 4096 * 1024
     groups = tmp_path / "sys/fs/cgroup"
     groups.mkdir(parents=True)
     (groups / "memory.max").write_text("max\n")
     (groups / "memory.current").write_text("1000\n")
-    assert doctor.available_host_bytes(tmp_path) == 4096 * 1024
+    assert placement.available_host_bytes(tmp_path) == 4096 * 1024
     (groups / "memory.max").write_text("3000\n")
-    assert doctor.available_host_bytes(tmp_path) == 2000
+    assert placement.available_host_bytes(tmp_path) == 2000
+    (groups / "memory.stat").write_text("anon 300\nactive_file 200\ninactive_file 500\n")
+    assert placement.available_host_bytes(tmp_path) == 2500  # those files can go
+
+
+def test_the_pinned_pool_has_the_arguments_too(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(doctor.PINNED_LIMIT, "1")
+    monkeypatch.setattr(placement, "host_memory_available", lambda: 3 * doctor.GIB)
+    limit = lambda platform, *bytes: placement.host_bytes_limit(
+        Mock(platform=platform), *bytes
+    )
+    left, why = limit("gpu", 2**20, 2**28)
+    assert left == 2**30 - 2**28 - 2**20
+    assert "(XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB) is 1 GiB, of which arguments take" in why
+    monkeypatch.setenv(doctor.PINNED_LIMIT, "64")
+    # What the caller has there is not available any more.
+    left, why = limit("gpu", 2**20, 2**28)
+    assert left == 3 * 2**30 - 2**20
+    assert why.startswith("the memory that the machine has available is 3 GiB")
+    assert limit("cpu", 2**20, 2**28)[0] == 3 * 2**30
 
 
 USERS = """

@@ -246,15 +246,10 @@ def _figures(found: Found, gpu_bytes: int, peak_bytes: int) -> Plan:
 
 def _host_room(candidate: Split) -> tuple[int, str]:
     """The bytes of host memory for what must leave the device, and why no more."""
-    device = candidate.arguments.device
-    limit, why = placement.host_bytes_limit(device)
-    given = 0
-    if device.platform != "cpu":  # the CPU backend takes numpy's memory as it is
-        given = argument_bytes(candidate.flat, candidate.arguments, (Whose.OURS_HOST,))
-    why += f" is {format_bytes(limit)}"
-    if given:
-        why += f", of which arguments take {format_bytes(given)}"
-    return limit - given, why
+    flat, arguments = candidate.flat, candidate.arguments
+    ours = argument_bytes(flat, arguments, (Whose.OURS_HOST,))
+    theirs = argument_bytes(flat, arguments, (Whose.CALLER_HOST, Whose.DONATED_HOST))
+    return placement.host_bytes_limit(arguments.device, ours, theirs)
 
 
 @contextlib.contextmanager

@@ -235,20 +235,20 @@ def _cached(path: pathlib.Path, name: str) -> int:
     return 0
 
 
-def host_bytes_limit(device: Device, ours: int, theirs: int) -> tuple[int, str]:
+def host_bytes_limit(device: Device, ours: int = 0, theirs: int = 0) -> tuple[int, str]:
     """What pinned host copies may take beside a function's arguments, and why no more.
 
     Args:
       device: where the function runs.
-      ours: bytes of arguments that a call copies there.
+      ours: bytes of arguments that a call copies there: none for a CPU, which takes numpy's
+        memory as it is.
       theirs: bytes of those that the caller has there.
     """
     limits = [(host_memory_available(), ours, "the memory that the machine has available")]
-    if device.platform == "cpu":  # it takes numpy's memory as it is
-        limits = [(available, 0, why) for available, _, why in limits]
-    else:
+    if device.platform != "cpu":
         pool = int(float(os.environ.get(PINNED_LIMIT, PINNED_LIMIT_DEFAULT)) * 2**30)
-        limits.append((pool, ours + theirs, f"JAX's pinned pool ({PINNED_LIMIT})"))
+        why = "JAX's pinned pool (XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB)"
+        limits.append((pool, ours + theirs, why))
     limit, taken, why = min(limits, key=lambda each: each[0] - each[1])
     why += f" is {format_bytes(limit)}"
     if taken:

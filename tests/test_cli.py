@@ -268,7 +268,7 @@ def test_the_pinned_pool_has_the_arguments_too(monkeypatch: pytest.MonkeyPatch):
     left, why = limit("gpu", 2**20, 2**28)
     assert left == 3 * 2**30 - 2**20
     assert why.startswith("the memory that the machine has available is 3 GiB")
-    assert limit("cpu", 2**20, 2**28)[0] == 3 * 2**30
+    assert limit("cpu")[0] == 3 * 2**30
 
 
 USERS = """

@@ -246,10 +246,13 @@ def _figures(found: Found, gpu_bytes: int, peak_bytes: int) -> Plan:
 
 def _host_room(candidate: Split) -> tuple[int, str]:
     """The bytes of host memory for what must leave the device, and why no more."""
+    device = candidate.arguments.device
+    if device.platform == "cpu":
+        return placement.host_bytes_limit(device)
     flat, arguments = candidate.flat, candidate.arguments
     ours = argument_bytes(flat, arguments, (Whose.OURS_HOST,))
     theirs = argument_bytes(flat, arguments, (Whose.CALLER_HOST, Whose.DONATED_HOST))
-    return placement.host_bytes_limit(arguments.device, ours, theirs)
+    return placement.host_bytes_limit(device, ours, theirs)
 
 
 @contextlib.contextmanager

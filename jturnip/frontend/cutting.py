@@ -147,7 +147,6 @@ class _New:
     def __init__(self, stretches: Stretches, cuttings: Sequence[Cutting]):
         self._flat = stretches.flat
         self._stretches = stretches
-        self._writer = stretches.writer
         self._cuttings = cuttings
         self._types = list(self._flat.types)
         self._outputs = list(self._flat.outputs)

@@ -61,6 +61,14 @@ class Reader:
         buffers = self.before.split.graph.buffers
         return sum(padded(buffers[b].nbytes) for b in self.choice)
 
+    def needs(self) -> tuple[int, int]:
+        """Device bytes that are taken while it runs, beside what stays and its tasks; and
+        that the largest of its tasks needs beside all that is there."""
+        graph = self.before.split.graph
+        there = resident_bytes(graph)
+        taken = self.beside + there - device_bytes(self.before.kept_parts)
+        return taken, smallest_budget(graph) - there
+
     def keeping(self, chosen: Collection[BufferId]) -> Straight:
         """The same, not yet planned again, with some of its choice on the device."""
         split = with_resident(self.before.split, chosen)
@@ -158,10 +166,11 @@ def _finding(readers: Mapping[At, Reader], kept: Collection[Part]) -> dict[At, R
     found: dict[At, Reader] = {}
     for at, reader in readers.items():
         starts = reader.before.split.starts
-        there = [b for b in reader.choice if reader.outside(starts[b]) in kept]
-        others = tuple(b for b in reader.choice if b not in set(there))
-        before = reader.keeping(there)
-        found[at] = dataclasses.replace(reader, before=before, choice=others)
+        chosen: dict[bool, list[BufferId]] = {True: [], False: []}
+        for b in reader.choice:
+            chosen[reader.outside(starts[b]) in kept].append(b)
+        before = reader.keeping(chosen[True])
+        found[at] = dataclasses.replace(reader, before=before, choice=tuple(chosen[False]))
     return found
 
 
@@ -172,6 +181,9 @@ def _spread(readers: Mapping[At, Reader], most: int, arena: int) -> Iterator[Way
     if not any(reader.choice for reader in readers.values()):
         return
     kinds = [readers, *_with_largest(readers, most)]
+    firm = [device_bytes(_kept(kind)) for kind in kinds]
+    needs = [[reader.needs() for reader in kind.values()] for kind in kinds]
+    many = sum(len(r.before.split.graph.tasks) for r in readers.values()) > _SOME_TASKS
     tried: list[KeptParts] = []
     for reserve in (
         lambda largest: largest * 5 // 4,
@@ -179,8 +191,11 @@ def _spread(readers: Mapping[At, Reader], most: int, arena: int) -> Iterator[Way
         lambda largest: max(largest * 2, arena // _STREAMED),
         lambda largest: largest,
     ):
-        rooms = [min(most, _room(kind, arena, reserve)) for kind in kinds]
-        fit = [n for n, kind in enumerate(kinds) if device_bytes(_kept(kind)) <= rooms[n]]
+        rooms = [
+            min(most, *(arena - taken - reserve(largest) for taken, largest in of))
+            for of in needs
+        ]
+        fit = [n for n, room in enumerate(rooms) if firm[n] <= room]
         best = max(fit, key=rooms.__getitem__, default=0)  # the first of equal ones
         for n in dict.fromkeys((best, 0)):
             if rooms[n] <= 0:
@@ -189,32 +204,8 @@ def _spread(readers: Mapping[At, Reader], most: int, arena: int) -> Iterator[Way
             if way.all and way.all not in tried:
                 tried.append(way.all)
                 yield way
-            if _number_of_tasks(readers) > _SOME_TASKS:
+            if many:
                 return
-
-
-def _number_of_tasks(readers: Mapping[At, Reader]) -> int:
-    return sum(len(reader.before.split.graph.tasks) for reader in readers.values())
-
-
-def _room(readers: Mapping[At, Reader], arena: int, reserve: Callable[[int], int]) -> int:
-    """Device bytes for what stays, with what stays for some tasks in any case.
-
-    Args:
-      readers: the tasks.
-      arena: device bytes for all.
-      reserve: what is left for tasks of which the largest needs so many bytes beside what
-        is there anyway.
-    """
-
-    def left(reader: Reader) -> int:
-        graph, kept = reader.before.split.graph, device_bytes(reader.before.kept_parts)
-        there = resident_bytes(graph)
-        return (
-            arena - reader.beside - there + kept - reserve(smallest_budget(graph) - there)
-        )
-
-    return min(map(left, readers.values()))
 
 
 def _with_largest(readers: Mapping[At, Reader], most: int) -> Iterator[dict[At, Reader]]:

@@ -270,6 +270,39 @@ def gradients_of_a_small_unet(x: Any, a: Any, b: Any, c: Any) -> Any:
     return jax.grad(loss)((a, b, c))
 
 
+@case(
+    (long(32), 16, 16, 3),
+    (3, 3, 3, 16),
+    (3, 3, 16, 16),
+    (3, 3, 16, 32),
+    (3, 3, 32, 32),
+    (1, 1, 16, 32),
+)
+def gradients_of_a_residual_network(x: Any, *weights: Any) -> Any:
+    """Each normalisation is over the whole batch."""
+
+    def conv(x: Any, w: Any) -> Any:
+        numbers = ("NHWC", "HWIO", "NHWC")
+        return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers)
+
+    def normed(x: Any) -> Any:
+        return (x - x.mean((0, 1, 2))) * jax.lax.rsqrt(x.var((0, 1, 2)) + 1e-5)
+
+    def pooled(x: Any) -> Any:
+        window = (1, 2, 2, 1)
+        return jax.lax.reduce_window(x, 0.0, jax.lax.add, window, window, "VALID") / 4
+
+    def loss(weights: Any) -> Any:
+        first, second, third, fourth, skip = weights
+        low = jax.nn.relu(normed(conv(x, first)))
+        low = pooled(jax.nn.relu(normed(conv(low, second)) + low))
+        high = jax.nn.relu(normed(conv(low, third)))
+        high = jax.nn.relu(normed(conv(high, fourth)) + conv(low, skip))
+        return jnp.sum(jnp.square(high.mean((1, 2))))
+
+    return jax.grad(loss)(weights)
+
+
 @case((3, long(65537)))
 def normalised_over_the_long_axis(x: Any) -> Any:
     return jnp.sum(jnp.exp(_normed(x)) / (1 + jnp.square(x)), axis=1)

@@ -201,6 +201,60 @@ def test_both_forms_are_ways_to_cut():
     assert len(ways.cut) == 1
 
 
+def normalised(x: Any, *weights: Any) -> Any:
+    """Each layer's outputs are normalised over all rows: a loop over these for each."""
+    numbers = ("NWC", "WIO", "NWC")
+    for w in weights:
+        x = jax.lax.conv_general_dilated(x, w, (1,), "SAME", dimension_numbers=numbers)
+        x = jnp.tanh((x - x.mean((0, 1))) * jax.lax.rsqrt(x.var((0, 1)) + 1e-3))
+    return jnp.sum(jnp.square(x).mean(0))
+
+
+LAYERS = tuple(
+    np.random.default_rng(i).normal(size=shape).astype(np.float32)
+    for i, shape in enumerate(((512, 16, 8), (3, 8, 64), *[(3, 64, 64)] * 6))
+)
+
+
+def test_each_of_many_products_is_kept():
+    """Of each layer one, however many there are."""
+    flat = flat_of(normalised, *LAYERS)
+    stretch = stretches_of(flat).along(range(len(flat.equations)), flat.inputs[0], 0)
+    assert stretch is not None
+    count = lambda *values: sum(
+        flat.equations[i].name == "conv_general_dilated"
+        for each in stretch.passes(flat, *values)
+        for i in each.steps
+    )
+    layers = len(LAYERS) - 1
+    assert count() > 3 * layers
+    kept = worth_keeping(flat, stretch, DEAR)
+    assert kept is not None
+    assert count(kept.values) == layers
+
+
+def test_what_tasks_would_make_anew_is_kept_where_all_is_in_parts():
+    """Room for what each loop holds is enough, though all together hold more."""
+    loss = jax.grad(normalised, tuple(range(1, len(LAYERS))))
+    flat = flat_of(loss, *LAYERS)
+    where = blocks.Where(frozenset(flat.inputs))
+    ways = blocks.cut_along_axes(flat, where, 6 << 20, DEAR, "cpu", 1e-9)
+    first = next(way for way in ways if not way.doubtful)
+    assert first.keeps
+    count = lambda flat: sum(e.name == "conv_general_dilated" for e in flat.equations)
+    (cut, *_) = first.cut
+    parts_of = count(cut) / count(flat)
+    assert 16 <= parts_of < 17  # all in as many parts, and hardly one of them twice
+
+
+def test_layers_that_are_normalised_in_a_budget():
+    loss = jax.grad(normalised, tuple(range(1, len(LAYERS))))
+    gpu_bytes = jturnip.peak_bytes(loss, *LAYERS) // 8
+    f = jturnip.jit(loss, gpu_bytes)
+    assert_same(f(*jturnip.host(LAYERS)), jax.jit(loss)(*LAYERS), ulps=1024)
+    assert f.last_run.peak_bytes <= gpu_bytes
+
+
 @pytest.mark.parametrize("share", [2, 3])
 def test_costs_that_are_read_again_in_a_budget(share: int):
     gpu_bytes = jturnip.peak_bytes(transport, *ARGS) // share

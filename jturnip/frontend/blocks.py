@@ -11,7 +11,7 @@ EinDecomp (arXiv 2410.02682): as few as fit, with little written down.
 
 import collections
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,21 +74,24 @@ class Ways:
     # Whether more is put together of parts than there is room for. Only where XLA fuses
     # that with what reads it, it fits.
     doubtful: bool = False
-    # Whether something large is made anew for each that reads it, rather than kept; and
-    # what is made anew in loops over blocks.
+    # Whether something large is made anew for each that reads it, rather than kept; what
+    # is made anew in loops over blocks; and whether tasks keep what others would make anew.
     anew: bool = False
     again: Again | None = None
+    keeps: bool = False
 
 
-def _tries(keep: bool) -> Iterator[tuple[int, float, int, bool, float]]:
+def _tries(keep: bool) -> Iterator[tuple[int, float, int, bool, bool, float]]:
     """How much less there is, how much of a block XLA holds at once, along how many axes
-    tasks are made although blocks may do, whether what is between may stay apart, and what
-    is large; of those in which what loops make anew is kept, or of all."""
+    tasks are made although blocks may do, whether what is between may stay apart, whether
+    what loops make anew is kept, and what is large; of those in which it is kept, or of
+    all."""
     for tighter, at_once, eager, apart in _TRIES:
         if keep and not apart:
             continue
-        for share in _SHARES_APART if apart else _SHARES:
-            yield tighter, at_once, eager, apart, share
+        for keeps in (True, False)[: 1 if keep else 2] if apart else (False,):
+            for share in _SHARES_APART if apart else _SHARES:
+                yield tighter, at_once, eager, apart, keeps, share
 
 
 def cut_along_axes(
@@ -171,14 +174,14 @@ def _in_some_ways(
     search = Search(known, effort)
     slow = slow_in_loops(platform)
     seen: set[Any] = set()
-    for tighter, at_once, eager, apart, share in _tries(keep):
+    for tighter, at_once, eager, apart, keeps, share in _tries(keep):
         if effort.is_enough:
             return
         if search.is_over(apart):
             continue
         least = max(1, int(arena / tighter * share))
         # More parts, so that some can be side by side; and as few as there must be.
-        ways, again = list[FlatJaxpr](), None
+        ways, again, kept = list[FlatJaxpr](), None, False
         for side_by_side in (True, False):
             room = Room(
                 arena // tighter,
@@ -186,48 +189,56 @@ def _in_some_ways(
                 at_once,
                 False,
                 apart,
-                keep,
+                keeps,
                 side_by_side,
                 slow,
                 rates,
                 where,
             )
             finer, abreast = search.finer, search.abreast
-            forms, how, of_forms = _cut(flat, room, eager, search)
+            found = _cut(flat, room, eager, search)
             finer, abreast = search.finer - finer, search.abreast - abreast
             if side_by_side and finer and not abreast:
                 continue  # for nothing
-            if not search.is_over(apart) and any(how) and how not in seen:
-                seen.add(how)
+            if not search.is_over(apart) and any(found.how) and found.how not in seen:
+                seen.add(found.how)
                 ways += (
                     form
-                    for form in forms
+                    for form in found.forms
                     if _may_fit(form, arena, where)
                     and not effort.is_too_much_for(len(form.equations))
                 )
-                again = again or of_forms
+                again, kept = again or found.again, kept or found.keeps
             if not abreast:
                 break
         if ways:
-            yield Ways(tuple(ways), again=again)
+            yield Ways(tuple(ways), again=again, keeps=kept)
 
 
-def _cut(
-    flat: FlatJaxpr, room: Room, eager: int, search: Search
-) -> tuple[Sequence[FlatJaxpr], tuple[tuple[Any, ...], ...], Again | None]:
-    """A function cut over tasks along some axes, so many of them eagerly, then in blocks,
-    perhaps in two forms; what was cut how, and what is made anew in it."""
-    cut, key = flat, []
+@dataclass(frozen=True, slots=True)
+class _Forms:
+    """What a function becomes: one form or two, what was cut how, what loops over blocks
+    make anew in it, and whether tasks keep such."""
+
+    forms: tuple[FlatJaxpr, ...]
+    how: tuple[tuple[Any, ...], ...]
+    again: Again | None
+    keeps: bool
+
+
+def _cut(flat: FlatJaxpr, room: Room, eager: int, search: Search) -> _Forms:
+    """A function cut over tasks along some axes, so many eagerly, then in blocks."""
+    cut, how, keeps = flat, [], False
     most = room.most_equations + len(flat.equations)
     for axis in range(_AXES):
         again = cut_once(cut, dataclasses.replace(room, eager=axis < eager), True, search)
         if not again.how or len(again.cut.equations) > most:
             break
-        cut = again.cut
-        key.append(again.how)
+        cut, keeps = again.cut, keeps or again.keeps
+        how.append(again.how)
     found = cut_once(cut, room, False, search)
     forms = (found.cut,) if found.materialized is None else (found.materialized, found.cut)
-    return forms, (*key, found.how), found.again
+    return _Forms(forms, (*how, found.how), found.again, keeps)
 
 
 def name_of(e: Equation) -> str:

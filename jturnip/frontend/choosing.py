@@ -75,6 +75,9 @@ _ROOM_FOR_BLOCKS = 8
 _LITTLE = 16
 # Axes of so many of the largest values are looked at.
 _SEEDS = 3
+# Of more equations than so many, each once for every loop, it is not looked at what each
+# loop holds, but at what all hold together.
+_MOST_PASSED = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +208,8 @@ class Found:
     materialized: FlatJaxpr | None = None
     # What stretches in blocks make anew; None where none has several loops.
     again: Again | None = None
+    # Whether parts of something are kept that would be made anew.
+    keeps: bool = False
     # What `Search` counts.
     finer: int = 0
     abreast: int = 0
@@ -238,7 +243,9 @@ def _cut_anew(
         for c in written
         if _makes_again(c)
     ]
-    found = Found(cut, how, again=functools.reduce(Again.__add__, each) if each else None)
+    again = functools.reduce(Again.__add__, each) if each else None
+    keeps = any(isinstance(c, Tasks) and c.kept for c in cuttings)
+    found = Found(cut, how, again=again, keeps=keeps)
     if written == cuttings:
         return found
     materialized, _ = _with_cuttings(stretches, written, search)
@@ -687,18 +694,29 @@ def _are_worth_it(flat: FlatJaxpr, stretch: Stretch, room: Room, count: int) -> 
 def _held_apiece(
     stretches: Stretches, stretch: Stretch, kept: frozenset[int]
 ) -> list[set[int]]:
-    """What must be there at once for one part of a stretch. A stretch may consist of pieces
-    that share no value they write: for each piece what it reads of others, what leaves it,
-    what is kept of it, and what is reduced."""
+    """What must be there at once for one part of a stretch. Each of its loops goes through
+    all parts, and may consist of pieces that share no value they write: for each piece what
+    it reads of others, what leaves it, what is kept of it, and what is reduced."""
+    ends = {*stretch.entering, *stretch.leaving, *stretch.reduced, *kept}
+    loops = [stretch.equations]
+    if stretch.loops > 1 and stretch.loops * len(stretch.equations) <= _MOST_PASSED:
+        passes = stretch.passes(stretches.flat, kept)
+        loops = [(*each.once, *each.steps) for each in passes]
+    return [held for each in loops for held in _of_pieces(stretches, each, ends)]
+
+
+def _of_pieces(
+    stretches: Stretches, among: Sequence[int], ends: set[int]
+) -> list[set[int]]:
+    """Of some values, what is touched by each piece of some equations."""
     equations = stretches.flat.equations
-    inside, pieces = frozenset(stretch.equations), Joined[int]()
-    for i in stretch.equations:
+    inside, pieces = frozenset(among), Joined[int]()
+    for i in among:
         for v in equations[i].outputs:
             for reader in inside.intersection(stretches.readers.get(v, ())):
                 pieces.join(i, reader)
-    ends = {*stretch.entering, *stretch.leaving, *stretch.reduced, *kept}
     held: dict[int, set[int]] = {}
-    for i in stretch.equations:
+    for i in among:
         held.setdefault(pieces.find(i), set()).update(ends & touched(equations[i]))
     return list(held.values())
 

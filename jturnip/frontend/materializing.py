@@ -10,7 +10,7 @@ room for; only the others are made anew.
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from jturnip.frontend.costs import DeviceRates
+from jturnip.frontend.costs import HEAVY, DeviceRates
 from jturnip.frontend.stretches import Pass, Stretch
 from jturnip.frontend.values import FlatJaxpr, read_by
 
@@ -152,7 +152,8 @@ def _may_be_kept(
 
 
 def _sets(flat: FlatJaxpr, stretch: Stretch) -> Iterator[frozenset[int]]:
-    """Each of the largest values that a later loop reads of the same block, and all."""
+    """Of the values that a later loop reads of the same block, each of the largest, these
+    together, and all those that take long to make."""
     loop = {v: stretch.loop[i] for i in stretch.working for v in flat.equations[i].outputs}
     inside = loop.keys() & stretch.dims.keys() - set(stretch.leaving)
     crossing = {
@@ -161,10 +162,11 @@ def _sets(flat: FlatJaxpr, stretch: Stretch) -> Iterator[frozenset[int]]:
         for v in inside.intersection(read_by(flat.equations[i]))
         if stretch.loop[i] > loop[v]
     }
-    crossing = sorted(crossing, key=lambda v: (-flat.types[v].nbytes, v))[:_MOST_VALUES]
-    yield from (frozenset([v]) for v in crossing)
-    if len(crossing) > 1:
-        yield frozenset(crossing)
+    largest = sorted(crossing, key=lambda v: (-flat.types[v].nbytes, v))[:_MOST_VALUES]
+    makes = (e for i in stretch.working if (e := flat.equations[i]).name in HEAVY)
+    heavy = crossing.intersection(v for e in makes for v in e.outputs)
+    found = [*([v] for v in largest), largest, heavy]
+    yield from dict.fromkeys(frozenset(values) for values in found if values)
 
 
 def _read_bytes(flat: FlatJaxpr, passes: Iterable[Pass], values: frozenset[int]) -> int:

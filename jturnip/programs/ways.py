@@ -218,6 +218,8 @@ class _Compared:
             self.fit.append(together)
             tasks = sum(len(made.split.graph.tasks) for made in found)
             enough = self.any_plan or looked >= _SOME_WAYS or tasks > _SOME_TASKS
+            # What is kept is waited for, or it is best not made anew.
+            enough |= together.keeps and bool(found) and not _waits(_fastest(found))
             if enough or any(
                 made.plan.predicted_seconds <= most or _moves_little(made.plan, self.flat)
                 for made in found

@@ -180,39 +180,27 @@ def _in_some_ways(
         if search.is_over(apart):
             continue
         least = max(1, int(arena / tighter * share))
-        # More parts, so that some can be side by side; and as few as there must be.
-        ways, again, kept = list[FlatJaxpr](), None, False
-        for side_by_side in (True, False):
-            room = Room(
-                arena // tighter,
-                least,
-                at_once,
-                False,
-                apart,
-                keeps,
-                side_by_side,
-                slow,
-                rates,
-                where,
+        room = Room(
+            arena // tighter, least, at_once, False, apart, keeps, True, slow, rates, where
+        )
+
+        def fits(form: FlatJaxpr) -> bool:
+            much = effort.is_too_much_for(len(form.equations))
+            return not much and _may_fit(form, arena, where)
+
+        forms = [
+            dataclasses.replace(each, forms=tuple(filter(fits, each.forms)))
+            for each in _fine_and_coarse(flat, room, eager, search)
+            if any(each.how) and each.how not in seen
+        ]
+        seen.update(each.how for each in forms)
+        forms = [each for each in forms if each.forms and not search.is_over(apart)]
+        if forms:
+            yield Ways(
+                tuple(form for each in forms for form in each.forms),
+                again=next((each.again for each in forms if each.again), None),
+                keeps=any(each.keeps for each in forms),
             )
-            finer, abreast = search.finer, search.abreast
-            found = _cut(flat, room, eager, search)
-            finer, abreast = search.finer - finer, search.abreast - abreast
-            if side_by_side and finer and not abreast:
-                continue  # for nothing
-            if not search.is_over(apart) and any(found.how) and found.how not in seen:
-                seen.add(found.how)
-                ways += (
-                    form
-                    for form in found.forms
-                    if _may_fit(form, arena, where)
-                    and not effort.is_too_much_for(len(form.equations))
-                )
-                again, kept = again or found.again, kept or found.keeps
-            if not abreast:
-                break
-        if ways:
-            yield Ways(tuple(ways), again=again, keeps=kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +227,24 @@ def _cut(flat: FlatJaxpr, room: Room, eager: int, search: Search) -> _Forms:
     found = cut_once(cut, room, False, search)
     forms = (found.cut,) if found.materialized is None else (found.materialized, found.cut)
     return _Forms(forms, (*how, found.how), found.again, keeps)
+
+
+def _fine_and_coarse(
+    flat: FlatJaxpr, room: Room, eager: int, search: Search
+) -> Iterator[_Forms]:
+    """A function cut into more parts, so that some can be side by side, and into as few as
+    there must be. Where none can, more are for nothing unless they need fewer tasks: along
+    another axis, what they read may find room beside them."""
+    finer, abreast = search.finer, search.abreast
+    fine = _cut(flat, room, eager, search)
+    finer, abreast = search.finer - finer, search.abreast - abreast
+    if abreast or not finer:
+        yield fine
+    if abreast or finer:
+        coarse = _cut(flat, dataclasses.replace(room, side_by_side=False), eager, search)
+        if not abreast and len(fine.forms[0].equations) < len(coarse.forms[0].equations):
+            yield fine
+        yield coarse
 
 
 def name_of(e: Equation) -> str:

@@ -11,8 +11,12 @@ from checks import unconstrained_peak
 from flat import evaluated, flat_of
 
 import jturnip
+from jturnip.frontend import blocks, parts
+from jturnip.frontend.axes import Known, rules
+from jturnip.frontend.costs import DeviceRates
 from jturnip.frontend.flatten import flatten
 from jturnip.frontend.streaming import Seen
+from jturnip.frontend.stretches import Stretches
 
 
 def array(*shape: int, dtype: Any = np.complex64) -> jax.Array:
@@ -85,3 +89,49 @@ def test_a_transform_larger_than_the_budget(fn: Callable[..., Any], share: float
     expected = jax.jit(fn)(x)
     tolerance = 32 * float(np.finfo(np.float32).eps) * float(jnp.max(jnp.abs(expected)))
     np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance)
+
+
+def chained(x: jax.Array) -> jax.Array:
+    return jnp.abs(jnp.fft.fft(jnp.tanh(jnp.fft.fft(x).real))).sum(1)
+
+
+def side_by_side(x: jax.Array) -> jax.Array:
+    return (jnp.abs(jnp.fft.fft(x)) * jnp.abs(jnp.fft.fft(jnp.tanh(x)))).sum(1)
+
+
+def after_a_sum(x: jax.Array) -> jax.Array:
+    """In the second loop over rows, the one that is made anew and the other."""
+    first = jnp.abs(jnp.fft.fft(x))
+    return (first * jnp.abs(jnp.fft.fft(jnp.tanh(x * first.sum(0))))).sum(1)
+
+
+@pytest.mark.parametrize(
+    ("fn", "expected"), [(chained, True), (side_by_side, False), (after_a_sum, False)]
+)
+def test_transforms_that_wait_for_threads_are_one_after_the_other(
+    fn: Callable[..., Any], expected: bool
+):
+    """Where two at once may never end, no loop over blocks has two at once."""
+    x = real(64, 32)
+    flat = flat_of(fn, x)
+    stretches = Stretches(flat, rules(flat, parts.works, Known()))
+    stretch = stretches.along(range(len(flat.equations)), flat.inputs[0], 0)
+    assert stretch is not None
+    assert stretch.one_after_the_other(flat, frozenset(["fft"])) is expected
+    assert stretch.one_after_the_other(flat, frozenset(["sort"]))
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_those_that_may_wait_are_not_done_in_blocks(alone: bool):
+    x = real(64, 32)
+    flat = flat_of(side_by_side, x)
+    expected = DeviceRates(1e9, 1e9, 1e-4, frozenset(["fft"] if alone else []))
+    where = blocks.Where(frozenset(flat.inputs))
+    ways = blocks.cut_along_axes(flat, where, 2 * x.nbytes, expected, "cpu", 1e-9)
+    in_blocks = [
+        any(parts.IN_BLOCKS in str(e.origin.params.get("name")) for e in cut.equations)
+        for way in ways
+        for cut in way.cut
+    ]
+    assert in_blocks
+    assert any(in_blocks) is not alone

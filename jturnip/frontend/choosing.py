@@ -173,8 +173,15 @@ class Room:
                 return tuple(larger), dataclasses.replace(self, least=0)
             least *= 2
 
-    def is_slow_in_blocks(self, flat: FlatJaxpr, stretch: Stretch) -> bool:
-        return any(flat.equations[i].name in self.slow for i in stretch.working)
+    def may_be_in_blocks(
+        self, flat: FlatJaxpr, stretch: Stretch, written: Collection[int] = ()
+    ) -> bool:
+        """Whether a stretch is not slow in a loop over blocks, nor may it wait for itself,
+        if these values are written down for later loops."""
+        if any(flat.equations[i].name in self.slow for i in stretch.working):
+            return False
+        alone = self.rates.one_a_task
+        return not alone or stretch.one_after_the_other(flat, alone, written)
 
 
 def cut_once(
@@ -283,7 +290,7 @@ def _materializing(flat: FlatJaxpr, room: Room, cutting: Cutting) -> Cutting:
     # XLA may hold twice as much of a block as is expected.
     free = room.arena - _whole_bytes(flat, room, stretch) - 2 * share
     found = worth_materializing(flat, stretch, size, free, room.rates)
-    if found is None:
+    if found is None or not room.may_be_in_blocks(flat, stretch, found.values):
         return cutting
     return Blocks(stretch, size, room.arena, found)
 
@@ -568,7 +575,7 @@ def _into_blocks(flat: FlatJaxpr, room: Room, stretch: Stretch) -> Blocks | None
     whole = _whole_bytes(flat, room, stretch)
     block = int(room.at_once * stretch.widest_bytes(flat))
     free = room.arena - whole
-    if free <= 0 or block <= free or room.is_slow_in_blocks(flat, stretch):
+    if free <= 0 or block <= free or not room.may_be_in_blocks(flat, stretch):
         return None
     blocks = min(_MOST_BLOCKS, stretch.length, max(2, -(-block // free)))
     return Blocks(
@@ -612,7 +619,7 @@ def _into_tasks(
         together = max(together, _partial_bytes(flat, stretch))
     if 2 * together > room.arena:
         return None
-    if not room.is_slow_in_blocks(flat, stretch):
+    if room.may_be_in_blocks(flat, stretch):
         block //= _MOST_BLOCKS
     most = min(stretch.length, _MOST_TASKS)
     counts = [n for n in (2**k for k in range(1, 9)) if n <= most]

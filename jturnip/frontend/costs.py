@@ -112,6 +112,13 @@ def nested(eqn: Any) -> Iterator[Any]:
                 yield body
 
 
+def has_one_of(names: frozenset[str], eqn: Any) -> bool:
+    """Whether an equation is one of some primitives, or calls one."""
+    return eqn.primitive.name in names or any(
+        has_one_of(names, inner) for body in nested(eqn) for inner in body.eqns
+    )
+
+
 def equation_count(closed: Any) -> int:
     """Equations of a jaxpr and of all that it calls."""
     eqns = getattr(closed, "jaxpr", closed).eqns

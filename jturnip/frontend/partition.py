@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jturnip.frontend.costs import HEAVY, RENAMING, DeviceRates, nested
+from jturnip.frontend.costs import HEAVY, RENAMING, DeviceRates, has_one_of
 from jturnip.frontend.memory_model import Model, Segment
 from jturnip.frontend.order import order_equations
 from jturnip.frontend.values import FlatJaxpr
@@ -333,7 +333,7 @@ class Partitioner:
         """Whether it has work of which a task may have only one."""
         alone = self._rates.one_a_task
         return bool(alone) and any(
-            _has_one_of(alone, self._flat.equations[e].origin)
+            has_one_of(alone, self._flat.equations[e].origin)
             for e in self._order[begin:end]
         )
 
@@ -415,12 +415,6 @@ class Partitioner:
                 ]
             groups.append(Group(tuple(equations), tuple(entering), tuple(leaving)))
         return groups
-
-
-def _has_one_of(names: frozenset[str], eqn: Any) -> bool:
-    return eqn.primitive.name in names or any(
-        _has_one_of(names, inner) for body in nested(eqn) for inner in body.eqns
-    )
 
 
 def _between(ordered: Sequence[int], lowest: int, highest: int) -> Sequence[int]:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jturnip.frontend.costs import HEAVY
+from jturnip.frontend.costs import HEAVY, has_one_of
 from jturnip.frontend.memory_model import inner_bytes
 from jturnip.frontend.rules import Along, Rule
 from jturnip.frontend.sets import Joined
@@ -99,6 +99,28 @@ class Stretch:
                 steps.append(i)
                 needed.update(v for v in read_by(e) if v not in there)
         return tuple(reversed(steps))
+
+    def one_after_the_other(
+        self, flat: FlatJaxpr, names: frozenset[str], materialized: Collection[int] = ()
+    ) -> bool:
+        """Whether, of what is done for a part, each of some primitives needs what the one
+        before it gives."""
+        alone = {i for i in self.working if has_one_of(names, flat.equations[i].origin)}
+        if len(alone) < 2:
+            return True
+        for each in self.passes(flat, materialized):
+            before: set[int] = set()
+            after: dict[int, frozenset[int]] = {}  # value → those of them that it needs
+            for i in each.steps:
+                e = flat.equations[i]
+                needs = frozenset[int]().union(*(after.get(v, ()) for v in read_by(e)))
+                if i in alone:
+                    if needs != before:
+                        return False
+                    before.add(i)
+                    needs |= {i}
+                after.update(dict.fromkeys(e.outputs, needs))
+        return True
 
     def scale(self, flat: FlatJaxpr, v: int, dim: int) -> int:
         """How many positions along a dimension are one along the axis."""

@@ -17,7 +17,8 @@ _CPU = DeviceRates(
     5e10,
     1e10,
     1e-4,
-    LINEAR_ALGEBRA if compat.LAPACK_MAY_HANG else frozenset(),
+    (LINEAR_ALGEBRA if compat.LAPACK_MAY_HANG else frozenset())
+    | frozenset(["fft"] if compat.FFT_MAY_HANG else []),
     row_seconds=1.5e-9,
 )
 _UNKNOWN = DeviceRates(5e13, 1e12, 5e-5)

@@ -18,7 +18,6 @@ import itertools
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from jturnip.frontend.costs import HEAVY, RENAMING, DeviceRates, has_one_of
 from jturnip.frontend.memory_model import Model, Segment

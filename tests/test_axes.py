@@ -167,6 +167,17 @@ def sums_of_states(h: Any, w: Any) -> Any:
     return gram @ h, lax.scan(step, (h, gram), None, length=2)[0]
 
 
+def gated_states(h: Any, w: Any, v: Any) -> Any:
+    """The gradients of the weights are put together of those of their parts."""
+
+    def step(h: Any, _: Any) -> Any:
+        opens, keeps = jnp.split(v, 2)
+        gate = jax.nn.sigmoid(w[: len(h)] @ h)
+        return gate * (keeps @ h) + (1 - gate) * jnp.tanh(w[len(h) :] @ (opens @ h)), None
+
+    return jnp.sum(jnp.square(lax.scan(step, h, None, length=3)[0]))
+
+
 def total_of_states(h: Any, w: Any) -> Any:
     """The loop of its gradients hands the cotangent of the total on as it is."""
 
@@ -337,6 +348,10 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...]]] = {
         jax.grad(total_of_states, (0, 1)),
         (numbers(16, 2048), numbers(16, 16) / 4),
     ),
+    "gradients of gated states": (
+        jax.grad(gated_states, (1, 2)),
+        (numbers(16, 2048), numbers(32, 16) / 4, numbers(32, 16) / 4),
+    ),
     "gradients of paths by their rates": (
         jax.value_and_grad(value_of_paths, (0, 1)),
         (numbers(16, 2048), np.asarray([0.5, 0.2, 3.0], np.float32)),
@@ -417,6 +432,18 @@ def test_a_sum_over_paths_may_be_multiplied_by_a_number():
     found = rules(flat, works, Known())
     loops = [r for e, r in zip(flat.equations, found, strict=True) if e.name == "scan"]
     assert [r and sorted(r.reduced) for r in loops] == [[], [0, 1]]
+
+
+def test_gradients_of_parts_of_weights_are_sums():
+    """The loop was driven: what it hands on is padded with zeros, or put together."""
+    fn, args = FUNCTIONS["gradients of gated states"]
+    flat = flat_of(fn, *args)
+    found = rules(flat, works, Known())
+    loops = [r for e, r in zip(flat.equations, found, strict=True) if e.name == "scan"]
+    assert [r and sorted(r.reduced.values()) for r in loops] == [
+        [],
+        [("add", "add", None)],
+    ]
 
 
 @pytest.mark.parametrize("share", [2, 5])

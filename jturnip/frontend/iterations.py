@@ -38,8 +38,10 @@ _AGAIN = 1 / 16
 _SUMS = frozenset(["add", SAME, None])
 _LINEAR = frozenset(
     "add add_any sub neg copy convert_element_type transpose reshape squeeze expand_dims"
-    " broadcast_in_dim reduce_sum slice".split()
+    " broadcast_in_dim reduce_sum slice rev split concatenate pad".split()
 )
+# Of these, operands that are zeros need not be sums: what a gradient of a slice is.
+_WITH_ZEROS = frozenset(["concatenate", "pad"])
 
 # The rule of each equation of a function.
 Rules: TypeAlias = Callable[[FlatJaxpr], Sequence[Rule | None]]
@@ -312,6 +314,8 @@ def _is_linear(
     # Counts wrap around, which other types and quotients of them do not.
     if counts and (len(set(dtypes)) > 1 or e.name == "div"):
         return False
+    if e.name in _WITH_ZEROS:
+        read = [r or _is_zero(v) for r, v in zip(read, e.inputs, strict=True)]
     if e.name not in ("mul", "dot_general", "div"):
         return e.name in _LINEAR and all(read)
     # Times infinity, or divided by zero, a part that is zero becomes NaN though the sum is
@@ -325,6 +329,10 @@ def _is_linear(
     return bool(
         np.all(np.isfinite(other.value)) and (e.name != "div" or np.all(other.value))
     )
+
+
+def _is_zero(v: int | Constant) -> bool:
+    return isinstance(v, Constant) and not np.any(v.value)
 
 
 def _labels(e: Equation, rule: Rule | None, cut: Mapping[int, int]) -> Iterator[int]:

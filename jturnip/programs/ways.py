@@ -1,5 +1,6 @@
 """One plan for all tasks of a function, cut in the fastest of some ways."""
 
+import collections
 import contextlib
 import functools
 import itertools
@@ -147,8 +148,8 @@ def or_in_blocks(
         return made
     seen = how.passes.seen(compat.lowering_platform(arguments.device))
     flat = flatten(closed, forwarded, None, None, seen)
-    loops = [e for e in flat.equations if any(True for _ in costs.nested(e.origin))]
-    apart = bool(loops) and len(made.flat.equations) > len(flat.equations)
+    loops = _loops(flat)
+    apart = bool(loops - _loops(made.flat))  # parts of a loop have all its iterations
     scans = apart and has_loops_with_axes(flat, budget.arena(arguments.device))
     if not (scans or (may_gain and not loops)):
         return made
@@ -170,14 +171,15 @@ def moving_once(
     how: How,
     to_host: Collection[int],
 ) -> Straight | None:
-    """The same, in one of the first ways in which nothing moves twice; else None."""
+    """The same, in one of the first ways in which nothing moves twice, or nothing waits for
+    what moves; else None."""
     if places.bytes_at_start(flat, arguments) > budget.arena(arguments.device):
         return None
     for together in itertools.islice(_ways(flat, arguments, budget, how), _FIRST_WAYS):
         for cut in together.cut:
             with contextlib.suppress(DoesNotFit):
                 made = straight(cut, arguments, budget, how, to_host)
-                if _moves_little(made.plan, flat, 1):
+                if _moves_little(made.plan, flat, 1) or not _waits(made):
                     return made
     return None
 
@@ -333,6 +335,16 @@ def _crossing_bytes(graph: TaskGraph) -> int:
     """What tasks read and write, each time that they do."""
     return sum(
         graph.buffers[b].nbytes for t in graph.tasks for b in (*t.inputs, *t.outputs)
+    )
+
+
+def _loops(flat: FlatJaxpr) -> collections.Counter[tuple[str, Any]]:
+    """The loops, branches and the like of a function, by name and length."""
+    origins = (e.origin for e in flat.equations)
+    return collections.Counter(
+        (origin.primitive.name, origin.params.get("length"))
+        for origin in origins
+        if any(True for _ in costs.nested(origin))
     )
 
 

@@ -44,18 +44,23 @@ _SHARES = (1.0, 0.5, 0.25, 0.125, 0.0625)
 # What is tried: as for so many times less than there is, and with XLA holding so much of a
 # block at once, in values of the widest equation. Few large blocks come first: they are
 # fast, and XLA may fuse what is between. Where they do not fit after all, each stretch that
-# needs tasks has them, whatever else could be done in blocks, along so many axes.
+# needs tasks has them, whatever else could be done in blocks, along so many axes; then what
+# is between stretches may stay in parts too, and so may what their loops would make anew.
 _TRIES = (
-    (1, 0.5, 0, False),
-    (1, 1, 0, False),
-    (1, 2, 0, False),
-    (1, 2, _AXES, False),
-    (2, 2, _AXES, False),
-    (4, 2, _AXES, False),
-    (1, 2, _AXES, True),
-    (1, 2, 1, True),
-    (2, 2, _AXES, True),
-    (2, 2, 1, True),
+    (1, 0.5, 0, False, False),
+    (1, 1, 0, False, False),
+    (1, 2, 0, False, False),
+    (1, 2, _AXES, False, False),
+    (2, 2, _AXES, False, False),
+    (4, 2, _AXES, False, False),
+    (1, 2, _AXES, True, True),
+    (1, 2, _AXES, True, False),
+    (1, 2, 1, True, True),
+    (1, 2, 1, True, False),
+    (2, 2, _AXES, True, True),
+    (2, 2, _AXES, True, False),
+    (2, 2, 1, True, True),
+    (2, 2, 1, True, False),
 )
 # The shares for what is between stretches and stays apart: what is small is in parts too.
 _SHARES_APART = (0.5, 0.125)
@@ -86,10 +91,8 @@ def _tries(keep: bool) -> Iterator[tuple[int, float, int, bool, bool, float]]:
     tasks are made although blocks may do, whether what is between may stay apart, whether
     what loops make anew is kept, and what is large; of those in which it is kept, or of
     all."""
-    for tighter, at_once, eager, apart in _TRIES:
-        if keep and not apart:
-            continue
-        for keeps in (True, False)[: 1 if keep else 2] if apart else (False,):
+    for tighter, at_once, eager, apart, keeps in _TRIES:
+        if keeps or not keep:
             for share in _SHARES_APART if apart else _SHARES:
                 yield tighter, at_once, eager, apart, keeps, share
 

@@ -30,7 +30,7 @@ from jturnip.compiler import executables
 from jturnip.models import llama
 from jturnip.placement import Returned
 from jturnip.planner.strategies import STRATEGIES
-from jturnip.programs import attempts, bounds, planning
+from jturnip.programs import attempts, bounds, make, planning
 from jturnip.stages import budgeted
 
 
@@ -409,6 +409,36 @@ def test_nothing_is_cut_for_a_hopeless_budget(monkeypatch: pytest.MonkeyPatch):
     assert str(error).count("gpu_bytes is") == 1  # it does not speak of another budget
     plan = jturnip.jit(step, error.needed_bytes).lower(weights, tokens).plan
     assert plan.peak_bytes <= error.needed_bytes
+
+
+def test_very_many_equations_are_the_last_that_is_tried(monkeypatch: pytest.MonkeyPatch):
+    """Loops taken apart into twelve thousand took four times as long as cut along axes, to
+    plan and to run; where nothing else fits they are planned all the same."""
+    monkeypatch.setattr(make, "_VERY_MANY", 0)
+    shares = attempts._SHARES_OF_LOOPS  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(attempts, "_SHARES_OF_LOOPS", ((4.0, 4.0), *shares[1:]))
+    tried = []
+    real = make._of_flat  # pyright: ignore[reportPrivateUsage]
+
+    def of_flat(flat: Any, arguments: Any, budget: Any, how: Any, attempt: int, *to_host):
+        tried.append((how.axes, how.few, attempt))
+        return real(flat, arguments, budget, how, attempt, *to_host)
+
+    monkeypatch.setattr(make, "_of_flat", of_flat)
+
+    def repeated(n: Any, x: Any, *weights: Any) -> Any:
+        layers = lambda _, x: functools.reduce(lambda x, w: jnp.tanh(x @ w), weights, x)
+        return jax.lax.fori_loop(0, n, layers, x)
+
+    squares = np.random.default_rng(0).normal(size=(7, 128, 128)).astype(np.float32) / 8
+    args = 3, squares[0, :32], *squares[1:]
+    f = jturnip.jit(repeated, jturnip.peak_bytes(repeated, *args) // 2)
+    assert_same(f(*jturnip.host(args)), jax.jit(repeated)(*args))
+    first, *others = dict.fromkeys(tried)
+    assert first == (False, True, 0)
+    assert (False, False, 1) in others
+    assert (False, True, 1) not in others
+    assert any(axes for axes, *_ in others[: others.index((False, False, 1))])
 
 
 WIDE = jax.ShapeDtypeStruct((512, 64), np.float32)

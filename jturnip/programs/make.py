@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -43,8 +44,10 @@ _MOST_PARTS = 16
 # What is to be cut has no Fourier transform over several dimensions at once that gives more
 # than one over so many of the budget.
 _OF_ONE_FFT = 4
-# Loops are taken apart into no more equations than so many, if a few tasks do as well.
+# Loops are taken apart into no more equations than so many, if a few tasks do as well; and
+# in later attempts than the first, into no more than so many before axes are tried.
 _MOST_EQUATIONS = 1000
+_VERY_MANY = 3000
 
 
 def make_program(
@@ -231,6 +234,9 @@ def _tries(
         else:  # what was cut along rows is to be cut along any axis instead
             tried, drives = flat, False
         make = partial(_of_flat, tried, arguments, budget, how, attempt)
+        if how.few and attempt and len(tried.equations) > _VERY_MANY:
+            how.left_out.add(attempt)
+            make = partial(_left_out, budget)
         yield _Try(make, drives=drives)
         if not has_loops or not how.streams:
             break
@@ -294,6 +300,12 @@ def _takes_loops_apart(
         return False
     loops = [sum(e.name == "scan" for e in each.equations) for each in (flat, tried)]
     return any(e.driven for e in tried.equations) or loops[0] != loops[1]
+
+
+def _left_out(budget: Budget, to_host: frozenset[int]) -> None:
+    """What an attempt is that is not made yet: a refusal that none prefers."""
+    del to_host
+    raise DoesNotFit("", needed_bytes=sys.maxsize, gpu_bytes=budget.gpu_bytes)
 
 
 def _for_any_call(

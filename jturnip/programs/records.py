@@ -95,6 +95,10 @@ class How:
     thorough: bool = False
     # Which attempts are made (`attempts.streaming`): those inside a loop are its own.
     attempts: tuple[int, ...] = tuple(range(attempts.ATTEMPTS))
+    # Whether attempts that make very many equations are left out, since other ways come
+    # before them; and those that were.
+    few: bool = True
+    left_out: set[int] = field(default_factory=set[int], compare=False, hash=False)
     # Whether any plan will do, since it is only asked whether there is one.
     any_plan: bool = False
     # What was made before, of the same in the same room; and all that was compiled.

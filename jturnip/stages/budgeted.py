@@ -241,7 +241,7 @@ class Budgeted:
 
     def _in_some_way(self, how: How) -> Program:
         """As it is; then with what is ours in host memory; then cut along axes, with loops
-        in one piece first."""
+        in one piece first; then with loops taken apart into very many equations."""
         closed, own = self.asked.traced.jaxpr, Budget(self.gpu_bytes)
         forwarded = forwardable(self._given)
         to_host = self.wanted.places(on_host=True)
@@ -249,8 +249,8 @@ class Budgeted:
         without_rows = self._without_rows()
         here = how if without_rows is None else dataclasses.replace(how, streams=False)
 
-        def uncut(thorough: bool = False) -> Program:
-            as_it_is = dataclasses.replace(here, axes=False, thorough=thorough)
+        def uncut(thorough: bool = False, few: bool = True) -> Program:
+            as_it_is = dataclasses.replace(here, axes=False, thorough=thorough, few=few)
             program = made(self._given, own, as_it_is)
             return or_in_blocks(program, closed, forwarded, self._given, own, here, to_host)
 
@@ -269,13 +269,18 @@ class Budgeted:
                 return made(self._given, own, way)
             except DoesNotFit as error:
                 refusals.append(error.with_traceback(None))
+        if how.left_out:
+            try:
+                return uncut(few=False)
+            except DoesNotFit as error:
+                refusals.append(error.with_traceback(None))
         cut = min(refusals, key=lambda refusal: refusal.needed_bytes)
         if self.asked.is_asked:
             raise cut
         by_rows = without_rows
         if by_rows is None:  # what was hopeless is cut, to know what it needs then
             try:
-                return uncut(thorough=True)
+                return uncut(thorough=True, few=False)
             except DoesNotFit as error:
                 by_rows = error.with_traceback(None)
         make = lambda nbytes, how: made(self._given, Budget(nbytes), how)

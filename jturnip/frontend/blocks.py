@@ -177,11 +177,14 @@ def _in_some_ways(
     search = Search(known, effort)
     slow = slow_in_loops(platform)
     seen: set[Any] = set()
+    nothing_kept: set[Any] = set()
     for tighter, at_once, eager, apart, keeps, share in _tries(keep):
+        alike = tighter, at_once, eager, apart, share
         if effort.is_enough:
             return
-        if search.is_over(apart):
+        if search.is_over(apart) or alike in nothing_kept:
             continue
+        kept = search.kept
         least = max(1, int(arena / tighter * share))
         room = Room(
             arena // tighter, least, at_once, False, apart, keeps, True, slow, rates, where
@@ -197,6 +200,8 @@ def _in_some_ways(
             if any(each.how) and each.how not in seen
         ]
         seen.update(each.how for each in forms)
+        if keeps and search.kept == kept:  # it would be the same again
+            nothing_kept.add(alike)
         forms = [each for each in forms if each.forms and not search.is_over(apart)]
         if forms:
             yield Ways(

@@ -111,6 +111,8 @@ class Search:
     # and how often they were.
     finer: int = 0
     abreast: int = 0
+    # How often something that loops make anew might be kept.
+    kept: int = 0
 
     def stretches_of(self, flat: FlatJaxpr) -> Stretches:
         """What finds the stretches of a function, and keeps it."""
@@ -197,12 +199,18 @@ def cut_once(
         found = search.found[key]
         search.finer += found.finer
         search.abreast += found.abreast
+        search.kept += found.kept
         return found
-    finer, abreast = search.finer, search.abreast
+    before = search.finer, search.abreast, search.kept
     found = _cut_anew(stretches, room, tasks, search)
-    finer, abreast = search.finer - finer, search.abreast - abreast
-    search.found[key] = dataclasses.replace(found, finer=finer, abreast=abreast)
-    return search.found[key]
+    found = dataclasses.replace(
+        found,
+        finer=search.finer - before[0],
+        abreast=search.abreast - before[1],
+        kept=search.kept - before[2],
+    )
+    search.found[key] = found
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +228,7 @@ class Found:
     # What `Search` counts.
     finer: int = 0
     abreast: int = 0
+    kept: int = 0
 
 
 def _cut_anew(
@@ -463,8 +472,9 @@ class _Choice:
     ) -> bool:
         """Takes the cheapest of some cuttings, each with the dimension it begins with;
         whether there is one."""
+        keeps = any(isinstance(cutting, Tasks) and cutting.kept for cutting, _ in found)
         costs = [
-            (self._cost(members, cutting, dim), cutting)
+            (self._cost(members, cutting, dim, keeps), cutting)
             for cutting, dim in found
             if cutting is not None
         ]
@@ -506,12 +516,14 @@ class _Choice:
 
     def _fits_in_blocks(self, stretch: Stretch) -> bool:
         """Whether a stretch fits in blocks, and none of it is to be kept elsewhere."""
-        if _kept(self._stretches.flat, self._room, stretch):
+        if _kept(self._stretches.flat, self._room, stretch, self._search):
             return False
         cutting = _into_blocks(self._stretches.flat, self._room, stretch)
         return cutting is not None and cutting.nbytes <= self._room.arena
 
-    def _cost(self, members: Sequence[int], cutting: Cutting, dim: int) -> tuple[Any, ...]:
+    def _cost(
+        self, members: Sequence[int], cutting: Cutting, dim: int, keeps: bool
+    ) -> tuple[Any, ...]:
         """What may fit is best, then what is not computed twice, then what leaves little
         uncut, or in other parts than its neighbours, then few tasks that need little, then
         what is contiguous where it is read often."""
@@ -523,7 +535,7 @@ class _Choice:
             many = -(-stretch.length // cutting.size)
             loops = 1 if cutting.kept else loops
             uncut += nbytes_of(self._stretches.flat, self._cut_again(cutting))
-        if self._room.keep:  # there is a task for each part in each loop
+        if keeps:  # there is a task for each part in each loop
             uncut //= max(1, self._room.arena // _LITTLE)
         hopeless = cutting.nbytes > self._room.arena
         # Of several operands one stays, and is read once; parts of the others pass often.
@@ -594,7 +606,7 @@ def _into_tasks(
     does, or none are."""
     flat = stretches.flat
     block = int(room.at_once * stretch.widest_bytes(flat))
-    kept = _kept(flat, room, stretch)
+    kept = _kept(flat, room, stretch, search)
     apiece = [held - room.where.staying for held in _held_apiece(stretches, stretch, kept)]
     if max(nbytes_of(flat, held) for held in apiece) + block <= room.arena:
         return None
@@ -670,11 +682,12 @@ def _into_tasks(
     return Tasks(stretch, size, needed_bytes, sliced & hosted, left, apart, kept=kept)
 
 
-def _kept(flat: FlatJaxpr, room: Room, stretch: Stretch) -> frozenset[int]:
+def _kept(flat: FlatJaxpr, room: Room, stretch: Stretch, search: Search) -> frozenset[int]:
     """What the loops of a stretch hand on in parts, rather than make it anew."""
     if not room.keep or stretch.loops == 1:
         return frozenset()
     kept = worth_keeping(flat, stretch, room.rates)
+    search.kept += kept is not None
     return frozenset() if kept is None else kept.values
 
 

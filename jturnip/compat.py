@@ -58,9 +58,10 @@ _NOT_THE_USERS = _PACKAGE + tuple(
 # Up to jaxlib 0.10, batched linear algebra on the CPU waits, in a thread of XLA's pool, for
 # other threads of it, and in 0.11 so do Fourier transforms; as many such operations at once
 # as there are threads never end.
-_jaxlib: str = jax.lib.__version__  # pyright: ignore
-LAPACK_MAY_HANG = tuple(map(int, _jaxlib.split(".")[:2])) < (0, 11)
-FFT_MAY_HANG = tuple(map(int, _jaxlib.split(".")[:2])) == (0, 11)
+_version: str = jax.lib.__version__  # pyright: ignore
+_jaxlib = tuple(map(int, _version.split(".")[:2]))
+LAPACK_MAY_HANG = _jaxlib < (0, 11)
+FFT_MAY_HANG = _jaxlib == (0, 11)
 
 try:
     from jax._src import source_info_util as _lines

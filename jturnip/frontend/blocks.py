@@ -178,6 +178,11 @@ def _in_some_ways(
     slow = slow_in_loops(platform)
     seen: set[Any] = set()
     nothing_kept: set[Any] = set()
+
+    def fits(form: FlatJaxpr) -> bool:
+        much = effort.is_too_much_for(len(form.equations))
+        return not much and _may_fit(form, arena, where)
+
     for tighter, at_once, eager, apart, keeps, share in _tries(keep):
         alike = tighter, at_once, eager, apart, share
         if effort.is_enough:
@@ -187,19 +192,23 @@ def _in_some_ways(
         kept = search.kept
         least = max(1, int(arena / tighter * share))
         room = Room(
-            arena // tighter, least, at_once, False, apart, keeps, True, slow, rates, where
+            arena=arena // tighter,
+            least=least,
+            at_once=at_once,
+            eager=False,
+            apart=apart,
+            keep=keeps,
+            side_by_side=True,
+            slow=slow,
+            rates=rates,
+            where=where,
         )
-
-        def fits(form: FlatJaxpr) -> bool:
-            much = effort.is_too_much_for(len(form.equations))
-            return not much and _may_fit(form, arena, where)
-
-        forms = [
-            dataclasses.replace(each, forms=tuple(filter(fits, each.forms)))
-            for each in _fine_and_coarse(flat, room, eager, search)
-            if any(each.how) and each.how not in seen
-        ]
-        seen.update(each.how for each in forms)
+        forms: list[_Forms] = []
+        for each in _fine_and_coarse(flat, room, eager, search):
+            if any(each.how) and each.how not in seen:
+                seen.add(each.how)
+                fit = tuple(filter(fits, each.forms))
+                forms.append(dataclasses.replace(each, forms=fit))
         if keeps and search.kept == kept:  # it would be the same again
             nothing_kept.add(alike)
         forms = [each for each in forms if each.forms and not search.is_over(apart)]

@@ -26,7 +26,7 @@ from jax.ad_checkpoint import checkpoint_name
 import jturnip
 from jturnip.frontend.flatten import flatten
 from jturnip.frontend.loops import Streaming
-from jturnip.frontend.values import FlatJaxpr
+from jturnip.frontend.values import FlatJaxpr, Window
 from jturnip.models import llama
 from jturnip.programs.devices import rates
 from jturnip.runtime import hoststacks
@@ -456,6 +456,35 @@ def test_a_donated_stack_is_written_in_place():
         assert [a.unsafe_buffer_pointer() for a in state] == places
         assert memory_kinds(state) == ["pinned_host"] * 2
     assert_same(state, expected)
+
+
+@pytest.mark.parametrize("released", [True, False])
+def test_what_reads_a_donated_stack_is_waited_for(
+    released: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """JAX let go of the last part that a call had read a little later, and the next call
+    copied the stack: one call in a hundred with both cores busy."""
+    sharding = jax.sharding.SingleDeviceSharding(
+        jax.devices()[0], memory_kind="pinned_host"
+    )
+    stack = jax.block_until_ready(jax.jit(jnp.sin, out_shardings=sharding)(weights()))
+    place = stack.unsafe_buffer_pointer()
+    parts = hoststacks.parts_of(stack, [Window.of(stack.shape).part(0, 0, 1)])
+    asked = []
+
+    def collect(generation: int) -> int:
+        asked.append(generation)
+        if released:
+            parts.clear()
+        return 0
+
+    monkeypatch.setattr(hoststacks.gc, "collect", collect)
+    monkeypatch.setattr(hoststacks, "_PATIENCE_SECONDS", 5.0 if released else 0.01)
+    taken, _ = hoststacks.taken_over(stack)
+    assert asked
+    assert taken is not None
+    assert (taken.unsafe_buffer_pointer() == place) is released
+    assert stack.is_deleted()
 
 
 def test_memory_shared_with_numpy_is_not_written():

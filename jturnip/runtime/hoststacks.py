@@ -7,6 +7,9 @@ donated argument if nobody else knows that memory.
 
 import ctypes
 import functools
+import gc
+import time
+import weakref
 from collections.abc import Callable, Container, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +43,7 @@ def parts_of(array: jax.Array, windows: Sequence[Window]) -> list[jax.Array | np
         return [made(np.array(piece)) for piece in pieces]
     if not _is_within_reach(array):
         return list(pieces)
+    _lend(array, pieces)
     return [
         memory.from_numpy(p, array.sharding)
         if p.flags.c_contiguous and not p.ctypes.data % memory.ALIGNMENT
@@ -166,10 +170,39 @@ def taken_over(
         if not copied:
             array.delete()
         return None, contents
+    _wait_for_readers(array)
     # Committed: XLA takes one that is not for an array on the device, and ends the process.
     taken = _moved(array.sharding)(compat.settled(array, committed=True))
     array.delete()
     return taken, _writable(view(taken))
+
+
+# Array, by its id → its weak reference, and those of views of its memory that were lent.
+_lent: dict[int, tuple[weakref.ref[jax.Array], list[weakref.ref[np.ndarray]]]] = {}
+# JAX lets go of what a copy was made of soon after the copy has arrived, on a thread of its
+# own. It is waited for so long at most: memory of which somebody has a view is copied.
+_PATIENCE_SECONDS = 0.1
+
+
+def _lend(array: jax.Array, pieces: Sequence[np.ndarray]) -> None:
+    """Remembers that somebody has views of an array's memory."""
+    known = id(array)
+    if known not in _lent or _lent[known][0]() is not array:
+        _lent[known] = weakref.ref(array, lambda _: _lent.pop(known, None)), []
+    views = _lent[known][1]
+    views[:] = [v for v in views if v() is not None]
+    views += map(weakref.ref, pieces)
+
+
+def _wait_for_readers(array: jax.Array) -> None:
+    """Waits until nobody has a view that was lent of an array's memory, if not for long."""
+    lent = _lent.get(id(array))
+    if lent is None or lent[0]() is not array:
+        return
+    end = time.perf_counter() + _PATIENCE_SECONDS
+    while any(v() is not None for v in lent[1]) and time.perf_counter() < end:
+        gc.collect(0)  # JAX gives back then what its threads let go of
+        time.sleep(1e-4)
 
 
 @functools.cache

@@ -114,8 +114,6 @@ def _new_record(folder: pathlib.Path) -> dict[str, Any]:
 
 def _parts(platform: str) -> Iterator[Part]:
     """The most telling first: what the time does not suffice for is left out."""
-    yield Part("probes", {"probes": list(PROBES)}, 150.0)
-    yield Part("marks", {"marks": True}, 60.0)
     configs = {"llama": _LLAMA.value, "pair": _PAIR.value}
     if _TINY.value:
         configs = {"llama": 'tiny {"layers": 1}', "pair": 'tiny {"blocks": 1}'}
@@ -137,7 +135,10 @@ def _parts(platform: str) -> Iterator[Part]:
             more = {"share": share, "strategies": strategies}
             limit = 150.0 if many else 75.0
             yield Part(f"{model} {mode}, {share:.0%}", {**work, **more}, limit)
-        if platform != "cpu" and (model, mode) == ("llama", "train"):
+        if (model, mode) == ("pair", "train"):
+            yield Part("probes", {"probes": list(PROBES)}, 150.0)
+            yield Part("marks", {"marks": True}, 60.0)
+        if platform != "cpu" and (model, mode) == ("llama", "forward"):
             names = ["sync_rule", "race", "freeing"]
             settings = {"XLA_PYTHON_CLIENT_ALLOCATOR": "cuda_async"}
             yield Part("probes with cuda_async", {"probes": names}, 60.0, settings)

@@ -122,21 +122,26 @@ def link(scale: Scale) -> Figures:
 
 
 def sync_rule(scale: Scale) -> Figures:
-    """Whether a reload issued behind k kernels is over before they are."""
+    """Whether a copy issued behind k kernels is over before they are."""
     work, _ = _kernel(scale)
-    source = _block(scale, _host())
-    alone = [seconds_of(lambda: jax.device_put(source, _device())) for _ in range(5)]
-    yield Figure("a reload alone", tuple(s * 1e3 for s in alone[1:]), "ms")
-    for behind in (1, 2, 4, 8):
-        shares = []
-        for _ in range(scale.repeats):
-            kernels = [work() for _ in range(behind)]
-            begin = time.perf_counter()
-            copy = _when(jax.device_put(source, _device()))
-            end = _when(kernels[-1]).result()
-            shares.append((copy.result() - begin) / (end - begin))
-        name = f"reload behind {behind} kernels: its end over theirs"
-        yield Figure(name, tuple(shares), "", None, {"below 1": "it overlaps"})
+    for way, start, target in (
+        ("reload", _host(), _device()),
+        ("offload", _device(), _host()),
+    ):
+        source = _block(scale, start)
+        move = functools.partial(jax.device_put, source, target)
+        alone = [seconds_of(move) for _ in range(5)]
+        yield Figure(f"a {way} alone", tuple(s * 1e3 for s in alone[1:]), "ms")
+        for behind in (1, 2, 4):
+            shares = []
+            for _ in range(scale.repeats):
+                kernels = [work() for _ in range(behind)]
+                begin = time.perf_counter()
+                copy = _when(move())
+                end = _when(kernels[-1]).result()
+                shares.append((copy.result() - begin) / (end - begin))
+            name = f"{way} behind {behind} kernels: its end over theirs"
+            yield Figure(name, tuple(shares), "", None, {"below 1": "it overlaps"})
 
 
 def race(scale: Scale) -> Figures:

@@ -131,7 +131,7 @@ def measure_latency(work: Callable[..., Any], behind: int) -> Figures:
     figures: Figures = {way: [] for way in ways}
     for repeat in range(_REPEATS.value + 3):  # the first three warm up
         for way, wait in ways.items():
-            native.arm(number, repeat)
+            native.arm(number, repeat, True)
             first, *rest = [work(s) for s in (slot, *[unarmed] * behind)]
             seen, awake = wait(first[0], native)
             [(id, end)] = seen or native.drain(_TIMEOUT)

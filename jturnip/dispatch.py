@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Hashable
 from typing import Any
@@ -56,6 +57,8 @@ class Dispatch:
         self._history = history
         # The most recently used last.
         self._compiled: OrderedDict[Hashable, Compiled] = OrderedDict()
+        # What was found last: it is at its place, and the hash of a key takes a while.
+        self._found: weakref.ref[Compiled] | None = None
         self._compiling = threading.RLock()
 
     def find(self, call: Call) -> Compiled | None:
@@ -70,8 +73,10 @@ class Dispatch:
             self._jitted.trace(*call.args, **call.kwargs)
             raise
         if compiled is not None:
-            with contextlib.suppress(KeyError):  # another thread may have forgotten it
-                self._compiled.move_to_end(key)
+            if self._found is None or self._found() is not compiled:
+                with contextlib.suppress(KeyError):  # another thread may have forgotten it
+                    self._compiled.move_to_end(key)
+                self._found = weakref.ref(compiled)
             return compiled
         with self._compiling:
             compiled = self._compiled.get(key)

@@ -121,7 +121,7 @@ def _own_copy(contents: np.ndarray, where: jax.sharding.Sharding) -> jax.Array:
     even if asked not to, and copies it elsewhere. So it is given a copy that it will take.
     """
     dtype = jax.dtypes.canonicalize_dtype(contents.dtype)
-    if _is_on_cpu(where):
+    if is_on_cpu(where):
         memory = empty(contents.shape, dtype)
         np.copyto(memory, contents, casting="unsafe")
         return jax.device_put(memory, where)
@@ -129,7 +129,8 @@ def _own_copy(contents: np.ndarray, where: jax.sharding.Sharding) -> jax.Array:
     return jax.block_until_ready(jax.device_put(contents, where))
 
 
-def _is_on_cpu(where: jax.sharding.Sharding) -> bool:
+def is_on_cpu(where: jax.sharding.Sharding) -> bool:
+    """Whether it is of the CPU backend, whose device memory is the host's."""
     return next(iter(where.device_set)).platform == "cpu"
 
 
@@ -281,10 +282,13 @@ def from_numpy(contents: np.ndarray, where: jax.sharding.Sharding) -> jax.Array:
 
 
 def zeros(struct: jax.ShapeDtypeStruct, where: jax.sharding.Sharding) -> jax.Array:
-    """Zeros, or keys of zeros, to try an executable out: large ones made by the device
-    where it is not the CPU, rather than copied to it."""
+    """Zeros, or keys of zeros, to try an executable or a copy out: large ones made by the
+    device where it is not the CPU, rather than copied to it.
+
+    XLA makes results on the device only: zeros in host memory are numpy's.
+    """
     is_large = struct.size >= _MANY and not _is_key(struct.dtype)
-    if is_large and not _is_on_cpu(where):
+    if is_large and where.memory_kind == "device" and not is_on_cpu(where):
         with jax.transfer_guard("allow"):
             return jnp.zeros(struct.shape, struct.dtype, device=where)
     contents = room_for(struct)

@@ -28,6 +28,8 @@ class Call:
     @property
     def traced(self) -> bool:
         """Whether it is made under a JAX transformation."""
+        if set(map(type, self.leaves)) <= {compat.array_type()}:
+            return False
         return any([isinstance(leaf, Tracer) for leaf in self.leaves])
 
     def key(self) -> Hashable:
@@ -50,9 +52,12 @@ class Call:
     def check_alive(self, names: Callable[[], Sequence[str]]) -> None:
         """Raises ArgumentError for an array that was donated or deleted before."""
         array = compat.array_type()
+        if set(map(type, self.leaves)) <= {array}:
+            is_deleted: Any = array.__dict__.get("is_deleted")
+            if is_deleted is not None and not any(map(is_deleted, self.leaves)):
+                return
         for index, leaf in enumerate(self.leaves):
-            is_array = type(leaf) is array or isinstance(leaf, jax.Array)
-            if is_array and leaf.is_deleted():
+            if isinstance(leaf, jax.Array) and leaf.is_deleted():
                 raise ArgumentError(
                     f"argument {names()[index]}, {leaf.dtype}{list(leaf.shape)}, was"
                     " donated or deleted before this call. Pass the result of the call that"

@@ -15,6 +15,8 @@ from checks import assert_same, layers, memory_kinds, on_device, unconstrained_p
 from watch import Watch
 
 import jturnip
+from jturnip.native import marks, queue
+from jturnip.runtime import engines
 
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -332,8 +334,8 @@ def test_whole_calls_that_nobody_waits_for_keep_the_budget(monkeypatch: pytest.M
     most = []
     copied = turn.copied
 
-    def looking(nbytes: int, result: Any) -> None:
-        copied(nbytes, result)
+    def looking(nbytes: int, results: Any) -> None:
+        copied(nbytes, results)
         most.append(sum(n for n, left in turn._under_way if left))
 
     monkeypatch.setattr(turn, "copied", looking)
@@ -342,6 +344,62 @@ def test_whole_calls_that_nobody_waits_for_keep_the_budget(monkeypatch: pytest.M
     assert len(most) == 6
     assert max(most) <= f._options.gpu_bytes
     gc.collect()
+
+
+def test_a_whole_call_takes_its_bytes_until_its_results_are_in_host_memory(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    def fn(state: list[Any], x: Any) -> Any:
+        return [s + x for s in state], x.sum()
+
+    x = jnp.ones((256, 256))
+    f = jturnip.jit(fn, int(1.5 * unconstrained_peak(fn, matrices(4), x)), donate_argnums=0)
+    state, _ = f(matrices(4, "host"), x)
+    assert f.last_run.strategy == "whole"
+    waited_for: list[Any] = []
+    monkeypatch.setattr(f._turn, "copied", lambda nbytes, some: waited_for.append(some))
+    state, _ = f(state, x)
+    assert list(map(id, waited_for[0])) == list(map(id, state))
+    assert set(memory_kinds(waited_for[0])) == {"pinned_host"}
+
+
+class _Deaf:
+    """A queue whose marks never fire, as those of executables that fail."""
+
+    def __init__(self, queue: Any):
+        self._queue = queue
+        self.closed: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._queue, name)
+
+    def arm(self, slot: int, id: int, is_called_next: bool = False) -> None:
+        pass
+
+    def close_slot(self, slot: int) -> None:
+        self.closed.append(slot)
+        self._queue.close_slot(slot)
+
+
+@pytest.mark.skipif(not marks.load(), reason="needs the C++ extension")
+def test_a_run_that_is_over_without_its_mark_gives_up_its_slot(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    made: list[_Deaf] = []
+
+    def make_queue() -> Any:
+        made.append(_Deaf(queue.make_queue()))
+        return made[-1]
+
+    monkeypatch.setattr(engines, "make_queue", make_queue)
+    monkeypatch.setattr(engines, "_IDLE", {})
+    monkeypatch.setattr(engines, "_LOOK_AGAIN", 0.01)
+    x = jnp.ones((64, 64))
+    f = jturnip.jit(lambda x: jnp.tanh(x @ x) @ x, "1MiB", strategy="turnip")
+    assert_same(f(x), jax.jit(lambda x: jnp.tanh(x @ x) @ x)(x))
+    (deaf,) = made
+    runs = len(f.last_run.plan.taskgraph.tasks)
+    assert len(set(deaf.closed)) == len(deaf.closed) == runs
 
 
 def outcome(f: Any, *args: Any) -> tuple[float | None, str]:

@@ -194,6 +194,24 @@ def test_a_task_has_one_operation_that_waits_for_threads_of_its_device():
     assert len(Partitioner(flat, FAST).partition(1 << 30)) == 1
 
 
+def test_what_is_joined_to_save_a_launch_holds_a_share_of_what_a_task_may():
+    def products(x: Any, ws: Any) -> Any:
+        for w in ws:
+            x = x @ w
+        return x
+
+    flat = flat_of(products, x32(8, 64), [x32(64, 64, seed=s) for s in range(6)])
+    counts = {
+        share: len(
+            Partitioner(flat, dataclasses.replace(FAST, joined_share=share)).partition(
+                1 << 20
+            )
+        )
+        for share in (1.0, 3 * 2**14 / 2**20, 0.0)
+    }
+    assert list(counts.values()) == [1, 3, 6]
+
+
 CLOSED_OVER = x32(3, seed=7)
 
 

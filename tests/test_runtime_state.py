@@ -105,6 +105,21 @@ def test_an_engine_holds_no_more_than_its_limit(engine: int, limits: Limits):
     assert state.handle([0, 2]) == [3]
 
 
+def test_as_many_short_runs_are_in_flight_as_take_no_longer_than_said():
+    limits = Limits(compute=2, short_runs=5, queue_seconds=1.0)
+    a_row = a_schedule([COMPUTE] * 9, {})
+    seconds = (0.1, 0.1, 0.6, 0.5, 0.25, 0.1, 0.1, 0.1, 0.1)
+    state = RunState(dataclasses.replace(a_row, seconds=seconds), limits)
+    assert state.begin() == [0, 1, 2]
+    assert state.handle([0]) == []
+    assert state.handle([1]) == [3]
+    assert state.handle([2]) == [4, 5, 6]
+    assert state.handle([3]) == [7, 8]
+    long = RunState(dataclasses.replace(a_row, seconds=(9.0,) * 9), limits)
+    assert long.begin() == [0, 1]
+    assert limits.few_runs == 2
+
+
 def test_engines_do_not_take_each_others_places():
     state = RunState(a_schedule([COMPUTE, H2D, D2H], {}), Limits(1, 1, 1))
     assert sorted(state.begin()) == [0, 1, 2]

@@ -93,6 +93,16 @@ def test_latency_delays_a_completion_and_does_not_occupy_the_link():
     assert report.ends == (5.0, 8.0, 9.0)
 
 
+def test_on_a_gpu_a_copy_waits_for_the_computing_before_it():
+    ops = [(H2D, 1.0), (COMPUTE, 4.0), (COMPUTE, 2.0), (H2D, 3.0), (D2H, 3.0)]
+    after: dict[int, Sequence[int]] = {3: [0], 4: [0]}  # when both tasks have been started
+    here = simulate(a_schedule(ops, after), link=Link(1.0, 1.0))
+    there = simulate(a_schedule(ops, after), link=Link(1.0, 1.0, after_compute=True))
+    ends = [dict(zip(run.order, run.ends, strict=True)) for run in (here, there)]
+    assert ends[0] == {0: 1.0, 1: 4.0, 2: 6.0, 3: 4.0, 4: 4.0}
+    assert ends[1] == {0: 1.0, 1: 4.0, 2: 6.0, 3: 9.0, 4: 9.0}
+
+
 def test_a_copy_costs_the_computing_beside_it():
     ops = [(COMPUTE, 4.0), (H2D, 3.0), (COMPUTE, 4.0)]
     link = Link(1.0, 1.0, compute_seconds_per_copy=0.5, compute_seconds_per_byte=0.25)

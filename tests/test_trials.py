@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jturnip import memory, placement
+from jturnip.compiler import trials
 from jturnip.compiler.executables import Executable
 from jturnip.compiler.trials import Trials, _Trial, try_out
 from jturnip.units import GRANULE
@@ -167,12 +168,37 @@ def test_a_trial_that_fails_says_so_and_leaves_nothing_measured():
 
 @pytest.mark.parametrize("dtype", ["float32", "int8", "int4"])
 def test_a_device_makes_large_zeros_itself(dtype: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(memory, "_is_on_cpu", lambda where: False)
+    monkeypatch.setattr(memory, "is_on_cpu", lambda where: False)
     monkeypatch.setattr(memory, "from_numpy", None)  # not called
     struct = jax.ShapeDtypeStruct((1024, 1024), dtype)
     where = placement.sharding(jax.devices()[0], on_host=False)
     zeros = memory.zeros(struct, where)
     assert (zeros.shape, zeros.dtype) == (struct.shape, struct.dtype)
+    assert zeros.sharding == where
+    assert not np.asarray(zeros).any()
+
+
+def test_an_accelerator_takes_no_part_in_what_an_empty_call_takes(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    where = placement.sharding(jax.devices()[0], on_host=False)
+    monkeypatch.setattr(memory, "is_on_cpu", lambda where: False)
+    monkeypatch.setattr(trials, "_own_seconds", known := {})
+    executable = Recorded().executable("a", 4)
+    tried([executable], trials_in(64 * MIB), needs=4)
+    assert 0 < known[where] < 0.1
+    assert executable.seconds is not None
+    # A call that does nothing takes hardly anything less that.
+    assert 0 < executable.seconds < known[where]
+
+
+def test_large_zeros_in_host_memory_are_numpys(monkeypatch: pytest.MonkeyPatch):
+    # A GPU's executables give results on the device only.
+    monkeypatch.setattr(memory, "is_on_cpu", lambda where: False)
+    monkeypatch.setattr(memory.jnp, "zeros", None)  # not called
+    struct = jax.ShapeDtypeStruct((1024, 1024), np.float32)
+    where = placement.sharding(jax.devices()[0], on_host=True)
+    zeros = memory.zeros(struct, where)
     assert zeros.sharding == where
     assert not np.asarray(zeros).any()
 

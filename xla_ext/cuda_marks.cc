@@ -2,7 +2,11 @@
 
 #include <dlfcn.h>
 
+#include <condition_variable>
+#include <deque>
+#include <map>
 #include <mutex>
+#include <thread>
 #include <type_traits>
 #include <vector>
 
@@ -14,15 +18,13 @@ namespace {
 
 using DevicePtr = CudaDriver::DevicePtr;
 
-// One pinned place for a slot number on its way from the device to the host
-// function.
+// One pinned place for a slot number on its way from the device.
 struct alignas(8) Cell {
   int32_t slot;
 };
 
-// The cells in no one's use. The lock is never held during a CUDA call: the
-// host function takes it too, and an allocation may wait for the stream that
-// runs the host function.
+// The cells in no one's use. The lock is never held during a CUDA call, which
+// may wait for the device.
 class CellPool {
  public:
   static CellPool& Global() {
@@ -76,13 +78,12 @@ class ScopedContext {
  public:
   ScopedContext(const CudaDriver& driver, CudaDriver::Stream stream)
       : driver_(driver) {
-    CudaDriver::Context context = nullptr;
-    CudaDriver::Result result = driver.stream_get_ctx(stream, &context);
+    CudaDriver::Result result = driver.stream_get_ctx(stream, &context_);
     if (result != 0) {
       error_ = Failure(driver, "cuStreamGetCtx", result);
       return;
     }
-    result = driver.ctx_push_current(context);
+    result = driver.ctx_push_current(context_);
     if (result != 0) {
       error_ = Failure(driver, "cuCtxPushCurrent_v2", result);
       return;
@@ -97,9 +98,11 @@ class ScopedContext {
   }
 
   const std::string& error() const { return error_; }
+  CudaDriver::Context context() const { return context_; }
 
  private:
   const CudaDriver& driver_;
+  CudaDriver::Context context_ = nullptr;
   bool pushed_ = false;
   std::string error_;
 };
@@ -121,13 +124,119 @@ Cell* TakeCell(const CudaDriver& driver, std::string* error) {
   }
 }
 
-// Runs on a thread of the driver, in the order of the stream. Must not call
-// CUDA.
-void FireCell(void* data) {
-  Cell* const cell = static_cast<Cell*>(data);
-  const int32_t slot = cell->slot;
-  CellPool::Global().Give(cell);
-  MarkSlots::Global().Fire(slot);
+// A mark on its way: fires `slot`, or what `cell` holds if there is one.
+struct Coming {
+  CudaDriver::Event event;
+  int32_t slot;
+  Cell* cell;
+};
+
+// Waits for the marks of one context, in the order they were enqueued in, which
+// is that of its compute stream. Its thread sleeps in the driver.
+class Watcher {
+ public:
+  // The one of a context; never destroyed, as its thread never ends.
+  static Watcher& Of(const CudaDriver& driver, CudaDriver::Context context) {
+    static std::mutex* const mutex = new std::mutex;
+    static auto* const watchers = new std::map<CudaDriver::Context, Watcher*>;
+    std::lock_guard<std::mutex> lock(*mutex);
+    Watcher*& watcher = (*watchers)[context];
+    if (watcher == nullptr) {
+      watcher = new Watcher(driver);
+      std::thread(&Watcher::Run, watcher, context).detach();
+    }
+    return *watcher;
+  }
+
+  // An event of the context, which must be current. Null, with the reason in
+  // `error`, if there is none.
+  CudaDriver::Event TakeEvent(std::string* error) {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (!events_.empty()) {
+        CudaDriver::Event event = events_.back();
+        events_.pop_back();
+        return event;
+      }
+    }
+    constexpr unsigned int kBlockingSync = 1, kDisableTiming = 2;
+    CudaDriver::Event event = nullptr;
+    const CudaDriver::Result result =
+        driver_.event_create(&event, kBlockingSync | kDisableTiming);
+    if (result != 0) *error = Failure(driver_, "cuEventCreate", result);
+    return result == 0 ? event : nullptr;
+  }
+
+  void GiveEvent(CudaDriver::Event event) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    events_.push_back(event);
+  }
+
+  void Watch(const Coming& coming) {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      coming_.push_back(coming);
+    }
+    arrived_.notify_one();
+  }
+
+ private:
+  explicit Watcher(const CudaDriver& driver) : driver_(driver) {}
+
+  void Run(CudaDriver::Context context) {
+    driver_.ctx_push_current(context);
+    while (true) {
+      Coming next;
+      {
+        std::unique_lock<std::mutex> lock(mutex_);
+        arrived_.wait(lock, [this] { return !coming_.empty(); });
+        next = coming_.front();
+        coming_.pop_front();
+      }
+      // What failed on the device fires no mark: JAX says what it was. A cell
+      // may still be written to then, and nothing says when.
+      if (driver_.event_synchronize(next.event) != 0) continue;
+      if (next.cell != nullptr) {
+        next.slot = next.cell->slot;
+        CellPool::Global().Give(next.cell);
+      }
+      GiveEvent(next.event);
+      MarkSlots::Global().Fire(next.slot);
+    }
+  }
+
+  const CudaDriver& driver_;
+  std::mutex mutex_;  // never held during a CUDA call
+  std::condition_variable arrived_;
+  std::deque<Coming> coming_;
+  std::vector<CudaDriver::Event> events_;  // in no one's use
+};
+
+// Enqueues what leaves the slot's number at `result`, and on the host in
+// `coming`.
+std::string EnqueueNumber(const CudaDriver& driver, CudaDriver::Stream stream,
+                          std::optional<int32_t> known, DevicePtr source,
+                          DevicePtr target, Coming* coming) {
+  if (known) {
+    coming->slot = *known;
+    const CudaDriver::Result result = driver.memset_d32_async(
+        target, static_cast<uint32_t>(*known), 1, stream);
+    return result == 0 ? "" : Failure(driver, "cuMemsetD32Async", result);
+  }
+  CudaDriver::Result result =
+      driver.memcpy_dtod_async(target, source, sizeof(int32_t), stream);
+  if (result != 0) return Failure(driver, "cuMemcpyDtoDAsync_v2", result);
+  std::string error;
+  Cell* const cell = TakeCell(driver, &error);
+  if (cell == nullptr) return error;
+  result =
+      driver.memcpy_dtoh_async(&cell->slot, source, sizeof(int32_t), stream);
+  if (result != 0) {
+    CellPool::Global().Give(cell);
+    return Failure(driver, "cuMemcpyDtoHAsync_v2", result);
+  }
+  coming->cell = cell;
+  return "";
 }
 
 }  // namespace
@@ -157,7 +266,10 @@ const CudaDriver* FindCudaDriver(std::string* error) {
     find(f->driver.mem_host_alloc, "cuMemHostAlloc");
     find(f->driver.memcpy_dtoh_async, "cuMemcpyDtoHAsync_v2");
     find(f->driver.memcpy_dtod_async, "cuMemcpyDtoDAsync_v2");
-    find(f->driver.launch_host_func, "cuLaunchHostFunc");
+    find(f->driver.memset_d32_async, "cuMemsetD32Async");
+    find(f->driver.event_create, "cuEventCreate");
+    find(f->driver.event_record, "cuEventRecord");
+    find(f->driver.event_synchronize, "cuEventSynchronize");
     find(f->driver.get_error_name, "cuGetErrorName");
     return f;
   }();
@@ -166,29 +278,29 @@ const CudaDriver* FindCudaDriver(std::string* error) {
 }
 
 std::string EnqueueMark(const CudaDriver& driver, CudaDriver::Stream stream,
-                        const int32_t* slot, int32_t* result) {
+                        std::optional<int32_t> known, const int32_t* slot,
+                        int32_t* result) {
   const ScopedContext context(driver, stream);
   if (!context.error().empty()) return context.error();
 
-  const DevicePtr source = reinterpret_cast<uintptr_t>(slot);
-  const DevicePtr target = reinterpret_cast<uintptr_t>(result);
-  CudaDriver::Result code =
-      driver.memcpy_dtod_async(target, source, sizeof(int32_t), stream);
-  if (code != 0) return Failure(driver, "cuMemcpyDtoDAsync_v2", code);
-
   std::string error;
-  Cell* const cell = TakeCell(driver, &error);
-  if (cell == nullptr) return error;
-  code = driver.memcpy_dtoh_async(&cell->slot, source, sizeof(int32_t), stream);
-  if (code != 0) {
-    CellPool::Global().Give(cell);
-    return Failure(driver, "cuMemcpyDtoHAsync_v2", code);
+  Watcher& watcher = Watcher::Of(driver, context.context());
+  Coming coming = {watcher.TakeEvent(&error), 0, nullptr};
+  if (coming.event == nullptr) return error;
+  error = EnqueueNumber(driver, stream, known, reinterpret_cast<uintptr_t>(slot),
+                        reinterpret_cast<uintptr_t>(result), &coming);
+  if (error.empty()) {
+    const CudaDriver::Result code = driver.event_record(coming.event, stream);
+    if (code == 0) {
+      watcher.Watch(coming);
+      return "";
+    }
+    // A cell may still be written to, and nothing says when: it is not used
+    // again.
+    error = Failure(driver, "cuEventRecord", code);
   }
-  code = driver.launch_host_func(stream, &FireCell, cell);
-  // The copy above may still write the cell, and nothing says when: it is not
-  // used again.
-  if (code != 0) return Failure(driver, "cuLaunchHostFunc", code);
-  return "";
+  watcher.GiveEvent(coming.event);
+  return error;
 }
 
 }  // namespace jturnip

@@ -27,8 +27,8 @@ ffi::Error MarkCuda(void* stream, ffi::AnyBuffer, Scalar slot,
   std::string error;
   const CudaDriver* const driver = FindCudaDriver(&error);
   if (driver != nullptr) {
-    error =
-        EnqueueMark(*driver, stream, slot.typed_data(), result->typed_data());
+    error = EnqueueMark(*driver, stream, MarkSlots::TakeCalledNext(),
+                        slot.typed_data(), result->typed_data());
   }
   if (error.empty()) return ffi::Error::Success();
   return ffi::Error::Internal("jturnip_mark: " + error);
@@ -45,7 +45,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JturnipMarkCpu, jturnip::MarkCpu,
                                   .Ret<jturnip::Scalar>()
                                   .RemainingRets());
 
-// Without the command-buffer trait: a host function cannot be replayed with new
+// Without the command-buffer trait: what is recorded cannot be replayed with new
 // slots.
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JturnipMarkCuda, jturnip::MarkCuda,
                               ffi::Ffi::Bind()

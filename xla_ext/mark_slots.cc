@@ -1,9 +1,15 @@
 #include "mark_slots.h"
 
+#include <utility>
+
 namespace jturnip {
 
 static_assert((MarkSlots::kCapacity & (MarkSlots::kCapacity - 1)) == 0,
               "a slot's place is its number's low bits");
+
+namespace {
+thread_local std::optional<int32_t> called_next;
+}
 
 MarkSlots& MarkSlots::Global() {
   static MarkSlots* const slots = new MarkSlots;
@@ -26,14 +32,20 @@ std::optional<int32_t> MarkSlots::Open(CompletionQueue* queue) {
   return slot;
 }
 
-bool MarkSlots::Arm(CompletionQueue* queue, int32_t slot, int64_t id) {
+bool MarkSlots::Arm(CompletionQueue* queue, int32_t slot, int64_t id,
+                    bool is_called_next) {
   std::lock_guard<std::mutex> lock(mutex_);
   Entry& entry = At(slot);
   if (!IsOpen(entry, queue, slot)) return false;
   if (!entry.armed) queue->ExpectMark();
   entry.armed = true;
   entry.id = id;
+  if (is_called_next) called_next = slot;
   return true;
+}
+
+std::optional<int32_t> MarkSlots::TakeCalledNext() {
+  return std::exchange(called_next, std::nullopt);
 }
 
 bool MarkSlots::Close(CompletionQueue* queue, int32_t slot) {

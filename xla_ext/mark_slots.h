@@ -35,8 +35,14 @@ class MarkSlots {
   std::optional<int32_t> Open(CompletionQueue* queue);
 
   // The next mark on `slot` pushes `id`. False if `queue` has no such open
-  // slot.
-  bool Arm(CompletionQueue* queue, int32_t slot, int64_t id);
+  // slot. With `is_called_next` it is the mark of the executable that this
+  // thread dispatches next.
+  bool Arm(CompletionQueue* queue, int32_t slot, int64_t id,
+           bool is_called_next = false);
+
+  // The slot that this thread armed for what it dispatches next, once: then the
+  // mark need not ask the device. Nothing in any other thread.
+  static std::optional<int32_t> TakeCalledNext();
 
   // False if `queue` has no such open slot.
   bool Close(CompletionQueue* queue, int32_t slot);

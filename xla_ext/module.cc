@@ -37,6 +37,8 @@ class PyQueue {
     if (!(timeout_seconds >= 0)) {
       throw nb::value_error("timeout_seconds must be zero or more");
     }
+    // Whoever looks for completions has dispatched what was to come next.
+    MarkSlots::TakeCalledNext();
     std::vector<Completion> completions = timeout_seconds > 0
                                               ? queue_.TakeIfFewLeft(few)
                                               : queue_.TakeAll();
@@ -57,8 +59,9 @@ class PyQueue {
                              " mark slots are open; close some first");
   }
 
-  void Arm(int32_t slot, int64_t id) {
-    if (!MarkSlots::Global().Arm(&queue_, slot, id)) ThrowNotOpen(slot);
+  void Arm(int32_t slot, int64_t id, bool is_called_next) {
+    if (!MarkSlots::Global().Arm(&queue_, slot, id, is_called_next))
+      ThrowNotOpen(slot);
   }
 
   void CloseSlot(int32_t slot) {
@@ -111,7 +114,8 @@ NB_MODULE(_native, m) {
       .def("drain", &PyQueue::Drain, nb::arg("timeout_seconds"),
            nb::arg("few") = std::numeric_limits<int64_t>::max())
       .def("open_slot", &PyQueue::OpenSlot)
-      .def("arm", &PyQueue::Arm, nb::arg("slot"), nb::arg("id"))
+      .def("arm", &PyQueue::Arm, nb::arg("slot"), nb::arg("id"),
+           nb::arg("is_called_next") = false)
       .def("close_slot", &PyQueue::CloseSlot, nb::arg("slot"));
   m.def("mark_cpu", [] { return Handler(&JturnipMarkCpu); });
   m.def("mark_cuda", [] { return Handler(&JturnipMarkCuda); });

@@ -19,6 +19,9 @@ class DeviceRates:
     one_a_task: frozenset[str] = frozenset()
     # What a sum over the last axis takes beside its arithmetic, for each row.
     row_seconds: float = 0.0
+    # Of what a task may hold, what those may hold that are joined to save launches: on an
+    # accelerator all must be there before they begin, and a link takes longer for it.
+    joined_share: float = 1.0
 
     def computing(self, eqn: Any) -> float:
         """Time of what a jaxpr equation computes, whatever it reads and writes."""

@@ -294,6 +294,7 @@ class Partitioner:
         was before: a task with the end of one batch and the beginning of another would
         make the one wait for the other. What was itself too small is joined in any case.
         """
+        most = largest * self._rates.joined_share
         joined: list[tuple[int, int]] = []
         before: Segment | None = None
         small_before = alone_before = False
@@ -311,7 +312,7 @@ class Partitioner:
             if before is not None and small_enough and not alone_before & alone:
                 before.grow(end)
                 alone_before |= alone
-                if before.shared <= largest and end - before.begin <= _MOST_TOGETHER:
+                if before.shared <= most and end - before.begin <= _MOST_TOGETHER:
                     joined[-1] = (before.begin, end)
                     small_before = self._is_small(before)
                     continue

@@ -40,8 +40,12 @@ class CompletionQueue(Protocol):
         """A new slot number, an int32, for `mark`."""
         ...
 
-    def arm(self, slot: int, id: int) -> None:
-        """Lets the next mark on `slot`, and only that one, push `id`."""
+    def arm(self, slot: int, id: int, is_called_next: bool = False) -> None:
+        """Lets the next mark on `slot`, and only that one, push `id`.
+
+        With `is_called_next` that mark is in the executable which this thread calls next:
+        then a GPU need not copy the slot's number to the host, behind all else it copies.
+        """
         ...
 
     def close_slot(self, slot: int) -> None:
@@ -88,7 +92,7 @@ class PythonQueue:
     def open_slot(self) -> int:
         raise _no_marks()
 
-    def arm(self, slot: int, id: int) -> None:
+    def arm(self, slot: int, id: int, is_called_next: bool = False) -> None:
         raise _no_marks()
 
     def close_slot(self, slot: int) -> None:

@@ -35,6 +35,8 @@ _SMALL_BYTES = 4096
 # Of a copy whose rate is measured: the size of a larger weight, or the least that tells
 # anything, where there is no room for more.
 _LARGE_BYTES = 4 << 20
+# On an accelerator, where a copy of that takes no longer than to start it.
+_LARGER_BYTES = 64 << 20
 _LEAST_BYTES = 256 << 10
 # How many are on the device at once: small and large, the one before and the next, and the
 # operand of a product with what that gives.
@@ -69,15 +71,17 @@ def measured_link(device: Device) -> Link | None:
 
 def calibrate(device: Device, trials: Trials) -> None:
     """Measures the link to a device, unless that has been done or there is no room."""
-    nbytes = min(_LARGE_BYTES, trials.room // _ARRAYS // GRANULE * GRANULE)
+    large = _LARGE_BYTES if device.platform == "cpu" else _LARGER_BYTES
+    nbytes = min(large, trials.room // _ARRAYS // GRANULE * GRANULE)
     if device in _links or nbytes < _LEAST_BYTES:
         return
     with trials.alone(), _measuring, jax.transfer_guard("allow"):
         if device not in _links:
             profile = profiles.key(device, "link", str(nbytes))
-            earlier = profiles.read(profile, [f.name for f in dataclasses.fields(Link)])
+            numbers = [f.name for f in dataclasses.fields(Link) if not f.kw_only]
+            earlier = profiles.read(profile, numbers)
             if earlier is not None:
-                _links[device] = Link(*earlier)
+                _links[device] = Link(*earlier, after_compute=device.platform != "cpu")
                 return
             _links[device] = _measured(device, nbytes)
             profiles.write(profile, dataclasses.asdict(_links[device]))
@@ -109,7 +113,7 @@ def _measured(device: Device, nbytes: int) -> Link:
     # To hear of one takes the loop some tens of calls too: 45 µs where this was 55.
     heard = issue
     if device.platform != "cpu":
-        return Link(h2d, d2h, latency, issue, heard)
+        return Link(h2d, d2h, latency, issue, heard, after_compute=True)
     each, busy = (
         statistics.mean(copies.busy_seconds for copies in some) for some in (small, large)
     )

@@ -21,12 +21,18 @@ _CPU = DeviceRates(
     | frozenset(["fft"] if compat.FFT_MAY_HANG else []),
     row_seconds=1.5e-9,
 )
-_UNKNOWN = DeviceRates(5e13, 1e12, 5e-5)
+# A task takes the loop's thread a tenth of a millisecond on an H100.
+_UNKNOWN = DeviceRates(5e13, 1e12, 1e-4, joined_share=0.125)
 # And of links, with their latency, and the loop's time to start a copy.
 _LINKS = {
     "cpu": Link(5e9, 5e9, latency_seconds=5e-5, issue_seconds=1e-4, heard_seconds=5e-5),
     "gpu": Link(
-        2.5e10, 2.5e10, latency_seconds=1e-5, issue_seconds=2e-5, heard_seconds=2e-5
+        2.5e10,
+        2.5e10,
+        latency_seconds=1e-4,
+        issue_seconds=1e-4,
+        heard_seconds=4e-5,
+        after_compute=True,
     ),
 }
 
@@ -39,8 +45,12 @@ def rates(device: Device, instead: Accelerator | None = None) -> DeviceRates:
     if known is None:
         return _UNKNOWN
     flops = known.float32_flops_per_second or known.flops_per_second
-    share, launch = known.achievable_share, _UNKNOWN.launch_seconds
-    return DeviceRates(share * flops, share * known.bytes_per_second, launch)
+    share = known.achievable_share
+    return dataclasses.replace(
+        _UNKNOWN,
+        flops_per_second=share * flops,
+        bytes_per_second=share * known.bytes_per_second,
+    )
 
 
 def link_of(device: Device, over: SimulatedLink | Link | None) -> Link:

@@ -8,6 +8,7 @@ and never corrupts.
 """
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -46,7 +47,7 @@ class Step(NamedTuple):
     writes: tuple[int, ...]
     # Of a run, what it reads and writes over.
     used_up: tuple[int, ...] = ()
-    numbers: tuple[np.ndarray, ...] = ()
+    numbers: tuple[np.ndarray | jax.Array, ...] = ()
     # In the profiler: the task, or what a transfer moves.
     name: str = ""
 
@@ -79,6 +80,8 @@ def make_program(
     """Binds a plan to executables (indexed by `Task.executable`), to the numbers that each
     task passes to its own, and to a device."""
     waiters.start()
+    there = placement.sharding(device, on_host=False)
+    placed = functools.partial(_in_reach, there, {})
     host_readers = [0] * len(memgraph.instances)
     written = {b: task for task in graph.tasks for b in task.outputs}
     steps = []
@@ -88,7 +91,7 @@ def make_program(
             assert op.task is not None
             executable = executables[graph.tasks[op.task].executable]
             call, marked = executable.call, executable.marked
-            passed = numbers[op.task]
+            passed = placed(numbers[op.task])
             task = graph.tasks[op.task]
             name = f"jturnip task {task.id} {task.name} ({task.source})"
         elif engine == H2D:
@@ -105,10 +108,30 @@ def make_program(
         schedule,
         tuple(steps),
         tuple(host_readers),
-        placement.sharding(device, on_host=False),
+        there,
         placement.sharding(device, on_host=True),
         blame,
     )
+
+
+def _in_reach(
+    there: jax.sharding.Sharding,
+    known: dict[Any, jax.Array],
+    numbers: tuple[np.ndarray, ...],
+) -> tuple[np.ndarray | jax.Array, ...]:
+    """Numbers as a device's executables take them without delay.
+
+    A GPU would have each copied by every call, behind what is being copied already, so they
+    stay on it: a granule each, which the part of the budget covers that is left for what
+    its allocator rounds up.
+    """
+    if memory.is_on_cpu(there):
+        return numbers
+    keys = [(n.dtype.str, n.shape, n.tobytes()) for n in numbers]
+    for key, number in zip(keys, numbers, strict=True):
+        if key not in known:
+            known[key] = memory.from_numpy(number, there)
+    return tuple(known[key] for key in keys)
 
 
 def _name(buffer: Buffer, written_by: Task | None) -> str:
@@ -243,7 +266,7 @@ class DeviceEngines:
         looked_at = self._kept_to_look_at(step) if self._looked_for else []
         if step.marked:
             slot, token = self._marks.take()
-            self._queue.arm(slot, op)
+            self._queue.arm(slot, op, True)
             self._slot_of[op] = slot
             *results, done = _called(step, operands, token)
         else:
@@ -372,8 +395,12 @@ class DeviceEngines:
                 except Exception as error:
                     self._errors[op] = error
                 over.append((op, now))
-        # One may have fired in the meantime; then it is in the queue as well.
+        # One may have fired in the meantime; then it is in the queue as well. A mark that
+        # comes after all must not be taken for another's.
         fired = {op for op, _ in self._queue.drain(0.0)}
+        for op, _ in over:
+            if op not in fired:
+                self._marks.retire(self._slot_of.pop(op))
         return [*over, *((op, now) for op in fired.difference(op for op, _ in over))]
 
     def _failure(self, op: int, error: BaseException) -> ExecutionError:

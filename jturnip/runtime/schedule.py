@@ -38,6 +38,9 @@ class Link:
     # How much longer computing takes for each copy beside it, and for each of its bytes.
     compute_seconds_per_copy: float = 0.0
     compute_seconds_per_byte: float = 0.0
+    # Whether a copy begins only when all computing is over that was started before it, as
+    # on a GPU, where XLA hands out memory in the order of the compute stream.
+    after_compute: bool = dataclasses.field(default=False, kw_only=True)
 
     def lost_seconds(self, nbytes: int) -> float:
         """What the computing beside it loses to a copy of so many bytes."""

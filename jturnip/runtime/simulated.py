@@ -2,7 +2,8 @@
 
 Compute is one queue in order; each direction of the link moves one buffer at a time at full
 rate. A copy begins once what it depends on is really over, even where the state machine may
-issue it earlier. What a copy costs the computing beside it is taken from the compute engine
+issue it earlier; on a GPU it also waits for all computing started before it.
+What a copy costs the computing beside it is taken from the compute engine
 when the copy starts: it delays the next task, unless that has to wait for longer anyway.
 The loop starts one op after the other and hears of none meanwhile, and it takes a while
 to hear of one, longer where the device computes with the loop's own cores. A CPU does a
@@ -28,6 +29,8 @@ def simulate(
     """Runs `schedule` in virtual time, by the seconds it predicts for each op; of `link`
     come the latency, and what copies cost the computing beside them."""
     link = link or Link(math.inf, math.inf)
+    if limits is None and link.after_compute:
+        limits = Limits.on("gpu")
     return run(schedule, _VirtualEngines(schedule, link), strategy, limits)
 
 
@@ -54,6 +57,8 @@ class _VirtualEngines:
         elif engine != NONE:
             self._now += self._schedule.dispatch_seconds[op]
             begin = max(self._now, self._free[engine], end)
+            if self._link.after_compute:
+                begin = max(begin, self._free[COMPUTE])
             end = self._free[engine] = begin + self._schedule.seconds[op]
             end += self._link.latency_seconds
             self._free[COMPUTE] += self._link.lost_seconds(moves)

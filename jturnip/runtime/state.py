@@ -22,43 +22,57 @@ class Limits:
     """How many ops each engine may hold at a time.
 
     A deep compute queue kills overlap on a GPU: a copy waits for all compute that was
-    enqueued when its destination was allocated. On a CPU it waits for nothing but its
-    source, and a deeper one lets the loop sleep for longer, whose thread takes a core.
+    enqueued when its destination was allocated. One of short runs costs a copy little, and
+    without it the device waits for the loop to dispatch the next. On a CPU a copy waits for
+    nothing but its source, and a deeper queue lets the loop sleep for longer, whose thread
+    takes a core.
     """
 
     compute: int = 2
     h2d: int = 2
     d2h: int = 2
+    # As many runs while all in flight take no longer than so many seconds together.
+    short_runs: int = 0
+    queue_seconds: float = 0.0
 
     @classmethod
     def on(cls, platform: str) -> "Limits":
         """Those of a device of some platform, such as "cpu"."""
-        return cls(compute=4) if platform == "cpu" else cls()
+        if platform == "cpu":
+            return cls(compute=4)
+        return cls(h2d=4, d2h=4, short_runs=16, queue_seconds=5e-4)
+
+    @property
+    def most_runs(self) -> int:
+        """Never more runs than this."""
+        return max(self.compute, self.short_runs)
 
     @property
     def few_runs(self) -> int:
         """With no more runs in flight the end of each must be heard of, so that the next
         is there in time."""
-        return self.compute // 2
+        return self.most_runs // 2
 
 
 class RunState:
     """One run of a schedule. Instructions must be performed in the order given."""
 
     def __init__(self, schedule: Schedule, limits: Limits | None = None):
-        limits = limits or Limits()
+        self._limits = limits = limits or Limits()
         self._schedule = schedule
         # How many unsatisfied edges each op has; it becomes ready at zero.
         self._waits = list(schedule.waits)
         # Ranks of the ready ops of each engine (heaps), and free places in it.
         self._ready: tuple[list[int], ...] = ([], [], [])
-        self._places = [limits.compute, limits.h2d, limits.d2h]
+        self._places = [limits.most_runs, limits.h2d, limits.d2h]
         # Ready drops, which need no engine.
         self._drops: list[int] = []
         # Ops that have not completed, ops started and not completed, runs among both.
         self.remaining = len(schedule.engines)
         self.in_flight = 0
         self.computing = 0
+        # What the runs in flight are expected to take, in seconds.
+        self._queued_seconds = 0.0
         self.runs_left = schedule.engines.count(COMPUTE)
 
     def begin(self) -> list[int]:
@@ -79,6 +93,7 @@ class RunState:
             if engine == COMPUTE:
                 self.computing -= 1
                 self.runs_left -= 1
+                self._queued_seconds -= self._schedule.seconds[op]
             else:
                 self._satisfy(op)
         return self._advance()
@@ -117,12 +132,21 @@ class RunState:
                 self._start(by_rank[heapq.heappop(ready_d2h)], D2H, started)
             while ready_h2d and places[H2D]:
                 self._start(by_rank[heapq.heappop(ready_h2d)], H2D, started)
-            if not ready_runs or not places[COMPUTE]:
+            if not ready_runs or not self._has_room_for(op := by_rank[ready_runs[0]]):
                 return started
-            op = by_rank[heapq.heappop(ready_runs)]
+            heapq.heappop(ready_runs)
             self._start(op, COMPUTE, started)
             self.computing += 1
+            self._queued_seconds += self._schedule.seconds[op]
             self._satisfy(op)
+
+    def _has_room_for(self, run: int) -> bool:
+        """Whether the compute queue takes one more run."""
+        limits = self._limits
+        if self.computing < limits.compute:
+            return True
+        seconds = self._queued_seconds + self._schedule.seconds[run]
+        return self.computing < limits.short_runs and seconds <= limits.queue_seconds
 
     def _start(self, op: int, engine: int, started: list[int]) -> None:
         self._places[engine] -= 1

@@ -8,7 +8,7 @@ wait until there is room; others go ahead as under `jax.jit`, whatever else is g
 import contextlib
 import threading
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -40,7 +40,7 @@ class Turn:
     """One function's. Whoever calls `alone`, `make_room`, `copied` or `left` has the lock.
 
     Invariant: `_under_way` has an entry for every whole call that copied arguments and
-    whose result nobody has seen ready: its bytes, and that result until it is.
+    whose results nobody has seen ready: its bytes, and these until they are.
     """
 
     def __init__(self) -> None:
@@ -96,11 +96,11 @@ class Turn:
         """A run of a plan left this to XLA."""
         self._rest = rest
 
-    def copied(self, nbytes: int, result: Any) -> None:
-        """A call that copied arguments takes `nbytes` until this result is ready."""
-        cell = [result]
+    def copied(self, nbytes: int, results: Sequence[Any]) -> None:
+        """A call that copied arguments takes `nbytes` until these results are ready."""
+        cell = list(results)
         self._under_way.append((nbytes, cell))
-        waiters.submit(waiters.Job([result], lambda error, ready: cell.clear()))
+        waiters.submit(waiters.Job(list(results), lambda error, ready: cell.clear()))
 
     def leave(self, sources: Collection[Source] = (), room: int = 0) -> None:
         """Lets what is kept on the device between runs leave, if nothing runs: but copies

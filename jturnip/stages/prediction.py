@@ -123,7 +123,10 @@ def elsewhere(
     link = None
     if over is not None:
         link = Link(
-            over.h2d_bytes_per_second, over.d2h_bytes_per_second, over.latency_seconds
+            over.h2d_bytes_per_second,
+            over.d2h_bytes_per_second,
+            over.latency_seconds,
+            after_compute=on is not None or asked.arguments.device.platform != "cpu",
         )
     asked = dataclasses.replace(asked.in_budget(gpu_bytes), accelerator=on, elsewhere=link)
     made = Budgeted(asked)

@@ -15,8 +15,10 @@ from checks import assert_same, layers, memory_kinds, on_device, unconstrained_p
 from watch import Watch
 
 import jturnip
+from jturnip import memory, placement
 from jturnip.native import marks, queue
 from jturnip.runtime import engines
+from jturnip.runtime.state import Limits
 
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -361,6 +363,26 @@ def test_a_whole_call_takes_its_bytes_until_its_results_are_in_host_memory(
     state, _ = f(state, x)
     assert list(map(id, waited_for[0])) == list(map(id, state))
     assert set(memory_kinds(waited_for[0])) == {"pinned_host"}
+
+
+def test_numbers_that_tasks_take_stay_on_an_accelerator(monkeypatch: pytest.MonkeyPatch):
+    there = placement.sharding(jax.devices()[0], on_host=False)
+    numbers = tuple(np.asarray(n, np.int32) for n in (3, 4, 3))
+    assert engines._in_reach(there, {}, numbers) is numbers
+    monkeypatch.setattr(memory, "is_on_cpu", lambda where: False)
+    known: dict[Any, Any] = {}
+    three, four, again = engines._in_reach(there, known, numbers)
+    assert three is again
+    assert [three.sharding, four.sharding] == [there, there]
+    assert [int(three), int(four), len(known)] == [3, 4, 2]
+    many = tuple(np.asarray(n, np.int32) for n in range(500))
+    passed = engines._in_reach(there, known, many)
+    assert list(map(int, passed)) == list(range(500))
+    kept = sum(isinstance(number, jax.Array) for number in passed)
+    # With the slots of as many runs as may be in flight, no more than is ours there.
+    slots = 2 * Limits.on("gpu").most_runs
+    assert 64 < kept == len(known)
+    assert (kept + slots) * 256 <= placement._GPU_BOOKKEEPING
 
 
 class _Deaf:

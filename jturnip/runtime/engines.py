@@ -35,6 +35,8 @@ from jturnip.units import GRANULE
 
 # How long the loop sleeps before it looks for failures that push nothing, in seconds.
 _LOOK_AGAIN = 0.2
+# So many numbers of one program stay on a GPU.
+_MOST_NUMBERS = 160
 
 
 class Step(NamedTuple):
@@ -121,17 +123,18 @@ def _in_reach(
 ) -> tuple[np.ndarray | jax.Array, ...]:
     """Numbers as a device's executables take them without delay.
 
-    A GPU would have each copied by every call, behind what is being copied already, so they
-    stay on it: a granule each, which the part of the budget covers that is left for what
-    its allocator rounds up.
+    A GPU would have each copied by every call, behind what is being copied already. So the
+    first ones stay on it, a granule each of the bytes that are our own there.
     """
     if memory.is_on_cpu(there):
         return numbers
-    keys = [(n.dtype.str, n.shape, n.tobytes()) for n in numbers]
-    for key, number in zip(keys, numbers, strict=True):
-        if key not in known:
+    passed: list[np.ndarray | jax.Array] = []
+    for number in numbers:
+        key = number.dtype.str, number.shape, number.tobytes()
+        if key not in known and len(known) < _MOST_NUMBERS:
             known[key] = memory.from_numpy(number, there)
-    return tuple(known[key] for key in keys)
+        passed.append(known.get(key, number))
+    return tuple(passed)
 
 
 def _name(buffer: Buffer, written_by: Task | None) -> str:

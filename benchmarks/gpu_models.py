@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 import jturnip
-from benchmarks import steps
+from benchmarks import inside, steps
 from benchmarks.measure import Figure, column, in_turn, ratios, seconds_of
 from jturnip.demo import peak_bytes
 from jturnip.models import llama, pair
@@ -98,6 +98,13 @@ def baseline(p: Problem, repeats: int, leave: Callable[[dict[str, Any]], None]) 
         more = {"jax.jit, ms": float(np.median(column(taken, 1))) * 1e3}
         plan = ours.last_run.plan
         yield Figure(name, ratios(taken), "", target, {**more, **_of_plan(plan)})
+        if strategy != "auto" and not p.trains and not plan.pieces:
+            # Queued all at once, without the loop: what is left is XLA's across tasks.
+            compiled = ours.lower(*second.arguments).compile()
+            bare = inside.bare_calls(compiled, jax.tree.leaves(second.arguments))
+            calls = [functools.partial(seconds_of, bare), first.seconds]
+            taken = in_turn(calls, repeats, warm_up=2)
+            yield Figure("its executables, called bare, over jax.jit", ratios(taken))
         del second, ours
 
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jturnip
-from benchmarks import inside, steps
+from benchmarks import inside, steps, views
 from benchmarks.measure import Figure, column, in_turn, ratios, seconds_of
 from jturnip import doctor
 from jturnip.models import llama
@@ -352,6 +352,37 @@ def aliasing(scale: Scale) -> Figures:
     yield Figure("results in the donated destination", (float(np.mean(hits)),), "of runs")
 
 
+# -- 8. parts of arrays in host memory -------------------------------------------------
+
+
+def host_parts(scale: Scale) -> Figures:
+    """What it takes to read a part of an array in host memory, by numpy and without it."""
+    nbytes = scale.block // 4
+    numbers = np.ones(scale.block, np.uint8)
+    rate = lambda call, size: size / 1e9 / seconds_of(call)
+    into = [rate(lambda: jax.device_put(numbers, _host()), scale.block) for _ in range(4)]
+    yield Figure("numpy's into pinned memory", tuple(into[1:]), "GB/s")
+    arrays = [_block(scale, _host()) for _ in range(3)]
+    seen = [rate(functools.partial(np.asarray, array), scale.block) for array in arrays]
+    yield Figure("pinned memory as numpy's", tuple(seen), "GB/s")
+    contents = np.asarray(arrays[0])
+    part = contents[nbytes : 2 * nbytes]
+    by_numpy = lambda: jax.device_put(part, _device())
+    whole = _ready(jax.device_put(part, _host()))
+    by_itself = lambda: jax.device_put(whole, _device())
+    ways = {"of numpy's": by_numpy, "that is an array of its own": by_itself}
+    for name, way in ways.items():
+        rates = [rate(way, nbytes) for _ in range(scale.repeats + 1)]
+        yield Figure(f"reload of a part {name}", tuple(rates[1:]), "GB/s")
+    shared = views.Shared(arrays[0], nbytes, nbytes)
+    yield Figure("a part through DLPack is one", (float(shared.is_one),), "of parts")
+    through = lambda: jax.device_put(shared.array, _device())
+    rates = [rate(through, nbytes) for _ in range(scale.repeats + 1)]
+    yield Figure("reload of a part through DLPack", tuple(rates[1:]), "GB/s")
+    same = float(np.array_equal(np.asarray(through()), part))
+    yield Figure("and it is what it should be", (same,), "of parts")
+
+
 PROBES: dict[str, Callable[[Scale], Figures]] = {
     probe.__name__: probe
     for probe in (
@@ -365,6 +396,7 @@ PROBES: dict[str, Callable[[Scale], Figures]] = {
         fusion,
         contention,
         aliasing,
+        host_parts,  # the last: what it does with addresses may end the process
     )
 }
 

@@ -71,6 +71,7 @@ def fits(model: llama.LlamaConfig, pairs: int) -> Section:
     figures = [
         _small_function("a function of about 1 ms", 160, 12, pairs * 4, 1.02),
         _small_function("a function of 8 x 8 numbers", 8, 1, pairs * 4, None),
+        _many_arrays(500, pairs * 4),
         _compared(
             "a training step",
             Training(jax.jit(train_step(model), donate_argnums=0), on_device(state), batch),
@@ -104,6 +105,18 @@ def _small_function(
     stock = functools.partial(jax.jit(chain), x)
     ours = functools.partial(jturnip.jit(chain, gpu_bytes=PLENTY), x)
     return _compared(name, stock, ours, pairs, target, calls=20)
+
+
+def _many_arrays(count: int, pairs: int) -> Figure:
+    """Of a call with so many arrays, small ones: what each costs."""
+    arrays = [jnp.full((4, 4), float(n)) for n in range(count)]
+
+    def each(arrays: list[jax.Array]) -> list[jax.Array]:
+        return [array + 1 for array in arrays]
+
+    stock = functools.partial(jax.jit(each), arrays)
+    ours = functools.partial(jturnip.jit(each, gpu_bytes=PLENTY), arrays)
+    return _compared(f"a function of {count} arrays", stock, ours, pairs, None, calls=20)
 
 
 def _compared(

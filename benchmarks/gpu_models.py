@@ -19,6 +19,7 @@ from benchmarks import inside, steps
 from benchmarks.measure import Figure, column, in_turn, ratios, seconds_of
 from jturnip.demo import peak_bytes
 from jturnip.models import llama, pair
+from jturnip.planner.figures import plans_of_tasks
 
 
 AGREE_WITHIN = {
@@ -204,19 +205,13 @@ def _of_run(report: Any, seconds: float) -> dict[str, float | str]:
 
 def _of_plan(plan: Any) -> dict[str, float | str]:
     """What was predicted; and what its tasks take by themselves, as they were measured."""
-    tasks = [task for piece in _pieces(plan) for task in piece.taskgraph.tasks]
+    tasks = [task for each in plans_of_tasks(plan) for task in each.taskgraph.tasks]
     return {
         "tasks": str(len(tasks)),
         "their own seconds": sum(task.seconds for task in tasks),
         "predicted": plan.predicted_seconds,
         "at least": plan.lower_bound_seconds,
     }
-
-
-def _pieces(plan: Any) -> Iterator[Any]:
-    yield plan
-    for piece in plan.pieces:
-        yield from _pieces(piece)
 
 
 def _agreement(ours: Sequence[Any], theirs: Sequence[Any], tolerance: float) -> Figure:

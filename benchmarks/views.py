@@ -6,6 +6,8 @@ from typing import Any
 
 import jax
 
+from jturnip import memory
+
 
 _CPU, _CUDA_HOST = 1, 3  # DLDeviceType
 _UNSIGNED = 1  # DLDataTypeCode
@@ -65,9 +67,9 @@ class Shared:
     """A part of an array of bytes in host memory; keeps what it needs alive."""
 
     def __init__(self, array: jax.Array, begin: int, nbytes: int):
-        on_cpu = next(iter(array.devices())).platform == "cpu"
         self._source = jax.block_until_ready(array)
         self.address = array.unsafe_buffer_pointer() + begin
+        on_cpu = memory.is_on_cpu(array.sharding)
         self._view = _View(self.address, nbytes, _CPU if on_cpu else _CUDA_HOST)
         self.array = jax.dlpack.from_dlpack(self._view)
 

@@ -28,9 +28,14 @@ class Call:
     @property
     def traced(self) -> bool:
         """Whether it is made under a JAX transformation."""
-        if set(map(type, self.leaves)) <= {compat.array_type()}:
+        if self._has_arrays_only:
             return False
         return any([isinstance(leaf, Tracer) for leaf in self.leaves])
+
+    @property
+    def _has_arrays_only(self) -> bool:
+        """Whether all leaves are concrete arrays, as they nearly always are."""
+        return set(map(type, self.leaves)) <= {compat.array_type()}
 
     def key(self) -> Hashable:
         """Equal for calls that one executable serves.
@@ -51,11 +56,9 @@ class Call:
 
     def check_alive(self, names: Callable[[], Sequence[str]]) -> None:
         """Raises ArgumentError for an array that was donated or deleted before."""
-        array = compat.array_type()
-        if set(map(type, self.leaves)) <= {array}:
-            is_deleted: Any = array.__dict__.get("is_deleted")
-            if is_deleted is not None and not any(map(is_deleted, self.leaves)):
-                return
+        array: Any = compat.array_type()
+        if self._has_arrays_only and not any(map(array.is_deleted, self.leaves)):
+            return
         for index, leaf in enumerate(self.leaves):
             if isinstance(leaf, jax.Array) and leaf.is_deleted():
                 raise ArgumentError(

@@ -51,16 +51,16 @@ def most_bytes(plan: Plan) -> int:
 
     That can be more than in the planned order.
     """
-    more = (reach_bytes(p.memgraph) - p.peak_bytes for p in _of_tasks(plan))
+    more = (reach_bytes(p.memgraph) - p.peak_bytes for p in plans_of_tasks(plan))
     return max(plan.peak_bytes, min(plan.gpu_bytes, plan.peak_bytes + max(more, default=0)))
 
 
-def _of_tasks(plan: Plan) -> Iterator[Plan]:
+def plans_of_tasks(plan: Plan) -> Iterator[Plan]:
     """The plans of tasks in a plan, however deep."""
     if not plan.pieces:
         yield plan
     for piece in plan.pieces:
-        yield from _of_tasks(piece)
+        yield from plans_of_tasks(piece)
 
 
 def reach_bytes(memgraph: MemGraph) -> int:

@@ -121,14 +121,13 @@ class WholeRunner:
             results, tree = jax.tree.flatten(self.whole(*args, **kwargs))
             del args, kwargs
             turn.dispatched(results)
-            smallest = min(results, key=lambda r: r.nbytes, default=None)
             for i in moves.results:
                 results[i] = memory.moved(results[i], on_host=True)
             if (moved or any(self._in_places)) and results:
                 # What goes to the host takes device memory until it is there.
-                ends = [results[i] for i in moves.results] or [smallest]
-                turn.copied(plan.peak_bytes, ends)
-            del smallest
+                on_their_way = [results[i] for i in moves.results]
+                smallest = min(results, key=lambda r: r.nbytes)
+                turn.copied(plan.peak_bytes, on_their_way or [smallest])
             results = memory.finished(results, self._wanted)
             self._h2d_bytes, self._kept_bytes = moved, turn.kept.nbytes
         for i in self._given_up:

@@ -213,7 +213,7 @@ def _moved(sharding: jax.sharding.Sharding) -> Callable[[jax.Array], jax.Array]:
 
 def _is_within_reach(array: jax.Array) -> bool:
     """Whether the host reaches the memory of an array of ours itself."""
-    return next(iter(array.devices())).platform == "cpu"
+    return memory.is_on_cpu(array.sharding)
 
 
 def _is_as_numpy_has_it(dtype: Any) -> bool:

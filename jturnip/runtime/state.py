@@ -132,7 +132,10 @@ class RunState:
                 self._start(by_rank[heapq.heappop(ready_d2h)], D2H, started)
             while ready_h2d and places[H2D]:
                 self._start(by_rank[heapq.heappop(ready_h2d)], H2D, started)
-            if not ready_runs or not self._has_room_for(op := by_rank[ready_runs[0]]):
+            if not ready_runs or not places[COMPUTE]:
+                return started
+            op = by_rank[ready_runs[0]]
+            if not self._may_be_queued(op):
                 return started
             heapq.heappop(ready_runs)
             self._start(op, COMPUTE, started)
@@ -140,13 +143,12 @@ class RunState:
             self._queued_seconds += self._schedule.seconds[op]
             self._satisfy(op)
 
-    def _has_room_for(self, run: int) -> bool:
-        """Whether the compute queue takes one more run."""
-        limits = self._limits
-        if self.computing < limits.compute:
+    def _may_be_queued(self, run: int) -> bool:
+        """Whether the compute queue, which has a place, takes this run."""
+        if self.computing < self._limits.compute:
             return True
         seconds = self._queued_seconds + self._schedule.seconds[run]
-        return self.computing < limits.short_runs and seconds <= limits.queue_seconds
+        return seconds <= self._limits.queue_seconds
 
     def _start(self, op: int, engine: int, started: list[int]) -> None:
         self._places[engine] -= 1

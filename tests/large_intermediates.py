@@ -192,6 +192,43 @@ def a_stack_of_convolutions(x: Any, a: Any, b: Any) -> Any:
     return x
 
 
+_IMAGE_WEIGHTS = (3, 3, 3, 16), (3, 3, 16, 16), (3, 3, 16, 16), (3, 3, 16, 3)
+
+
+@case((1, long(128), 256, 3), *_IMAGE_WEIGHTS)
+def one_image_through_a_network(x: Any, *weights: Any) -> Any:
+    for w in weights[:-1]:
+        x = jax.nn.gelu(conv_of_images(x, w))
+    return conv_of_images(x, weights[-1])
+
+
+@case((1, long(128), 256, 3), *_IMAGE_WEIGHTS)
+def gradients_of_a_network_of_one_image(x: Any, *weights: Any) -> Any:
+    loss = lambda w: jnp.mean(jnp.square(one_image_through_a_network(x, *w)))
+    return jax.grad(loss)(weights)
+
+
+@case((1, long(128), 256, 3), (3, 3, 3, 8), (3, 3, 8, 16), (3, 3, 24, 8), (3, 3, 8, 3))
+def gradients_of_a_unet_of_one_image(x: Any, *weights: Any) -> Any:
+    def loss(weights: Any) -> Any:
+        first, second, third, last = weights
+        high = jax.nn.relu(conv_of_images(x, first))
+        window = (1, 2, 2, 1)
+        low = jax.lax.reduce_window(high, -jnp.inf, jax.lax.max, window, window, "VALID")
+        low = jax.nn.relu(conv_of_images(low, second))
+        again = jax.image.resize(low, (*high.shape[:3], low.shape[3]), "nearest")
+        both = jnp.concatenate([again, high], -1)
+        made = conv_of_images(jax.nn.relu(conv_of_images(both, third)), last)
+        return jnp.mean(jnp.square(made - x))
+
+    return jax.grad(loss)(weights)
+
+
+def conv_of_images(x: Any, w: Any) -> Any:
+    numbers = ("NHWC", "HWIO", "NHWC")
+    return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers)
+
+
 @case((long(64), 1024))
 def filtered_by_ffts(x: Any) -> Any:
     spectrum = jnp.fft.rfft(x, axis=1)

@@ -18,6 +18,7 @@ from hypothesis import given, settings, strategies as st
 
 from jturnip.compiler.executables import group_key
 from jturnip.frontend import costs
+from jturnip.frontend.choosing import Search
 from jturnip.frontend.costs import LINEAR_ALGEBRA, DeviceRates
 from jturnip.frontend.flatten import flatten
 from jturnip.frontend.order import Order, order_equations
@@ -727,3 +728,22 @@ def test_all_pairs_of_budgets_and_rates_are_deterministic():
     for rates, largest in itertools.product((SLOW, FAST), BUDGETS):
         first = Partitioner(flat, rates).partition(largest)
         assert first == Partitioner(flat, rates).partition(largest)
+
+
+def test_what_is_fused_takes_no_room_in_a_block():
+    """Of distances to centres, XLA writes down the distances, and none of the differences
+    that are squared and summed."""
+
+    def nearest(x: Any, centres: Any) -> Any:
+        return ((x[:, None] - centres) ** 2).sum(-1).argmin(1)
+
+    x, centres = jnp.zeros((1000, 8)), jnp.zeros((32, 8))
+    flat = flatten(jax.jit(nearest).trace(x, centres).jaxpr)
+    stretches = Search().stretches_of(flat)
+    (result,) = flat.result_values
+    stretch = stretches.along(stretches.ruled(), result, 0)
+    assert stretch is not None
+    distances, numbered = 1000 * 32 * 4, 1000 * 32 * 4
+    ends = x.nbytes + 1000 * 4
+    assert stretch.widest_bytes(flat, fused=True) <= distances + numbered + ends
+    assert stretch.widest_bytes(flat) >= 2 * 1000 * 32 * 8 * 4

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import large_intermediates
 import numpy as np
 import pytest
+from hypothesis import assume, given, settings, strategies as st
 from jax import lax
 
 from jturnip.frontend import axes, parts
@@ -31,7 +32,7 @@ class Checked:
     """Looks at each distinct equation of functions once."""
 
     def __init__(self, apiece: int | None = None):
-        self.labels = 0
+        self.labels = self.halos = 0
         self._known = axes.Known()
         self._seen: set[Any] = set()
         self._apiece = apiece
@@ -81,6 +82,7 @@ class Checked:
             for got, want in zip(found, results, strict=True):
                 assert_near(got, want, f"{e.name} {types} along {label} of {rule}")
             self.labels += 1
+            self.halos += label in rule.halos
 
 
 def in_two(
@@ -105,17 +107,24 @@ def in_two(
 
     of_operands = [cut(*side) for side in zip(types, rule.operands, strict=True)]
     of_results = [cut(*side) for side in zip(written, rule.results, strict=True)]
-    along = Along(tuple(of_operands), of_results[0])
+    halo = rule.halos.get(label)
     made = []
     size = -(-length // 2)
     for low in range(0, length, size):
         count = min(size, length - low)
+        padding = None
         pieces = [
             array
             if c is None
             else jax.lax.slice_in_dim(array, low * c[1], (low + count) * c[1], axis=c[0])
             for array, c in zip(read, of_operands, strict=True)
         ]
+        if halo is not None:
+            scale = halo.positions // length
+            first, many, around = halo.of(low * scale, count * scale)
+            pieces[0] = lax.slice_in_dim(read[0], first, first + many, axis=halo.dim)
+            padding = halo.at, around
+        along = Along(tuple(of_operands), of_results[0], padding)
         shapes = [
             t.shape if c is None else t.part(c[0], count * c[1]).shape
             for t, c in zip(written, of_results, strict=True)
@@ -169,7 +178,59 @@ def test_parts_are_what_the_rules_say_in_all_programs():
     assert checked.labels > 2000
 
 
-def test_windows_are_not_cut():
+@st.composite
+def convolutions(draw: st.DrawFn) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Convolutions of one image of two channels, with operands."""
+    pairs = lambda least, most: st.tuples(*[st.integers(least, most)] * 2)
+    strides, apart, dilated = draw(pairs(1, 3)), draw(pairs(1, 2)), draw(pairs(1, 2))
+    window, image, padding = draw(pairs(1, 4)), draw(pairs(9, 20)), draw(pairs(0, 3))
+    conv = lambda x, w: lax.conv_general_dilated(
+        x, w, strides, (padding, padding[::-1]), apart, dilated, ("NHWC", "HWIO", "NHWC")
+    )
+    made = np.random.default_rng(draw(st.integers(0, 99)))
+    args = made.normal(size=(1, *image, 2)), made.normal(size=(*window, 2, 3))
+    return conv, tuple(x.astype(np.float32) for x in args)
+
+
+@settings(max_examples=10, deadline=None)
+@given(convolutions())
+def test_parts_of_images_are_read_with_their_halos(drawn: Any):
+    """With any strides, padding and dilation; and so are their gradients."""
+    conv, (x, w) = drawn
+    y = jax.eval_shape(conv, x, w)
+    assume(min(y.shape[1:3]) > max(w.shape[:2]))
+    checked = Checked()
+    checked.function(conv, (x, w))
+    checked.function(
+        lambda x, w: jax.vjp(conv, x, w)[1](jnp.cos(jnp.ones(y.shape).cumsum(1))), (x, w)
+    )
+    assert checked.labels > 0
+
+
+@pytest.mark.parametrize("padding", ["SAME", "VALID"])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_halos_are_found_where_windows_slide(padding: str, stride: int):
+    """Over one image: along both its dimensions, forward and for the gradients of image
+    and kernel."""
+    conv = lambda x, w: lax.conv(x, w, (stride, stride), padding)
+    args = random(1, 3, 12, 14), random(4, 3, 3, 3)
+    checked = Checked()
+    checked.function(conv, args)
+    assert checked.halos == 2
+    gradients = jax.grad(lambda x, w: jnp.sum(conv(x, w) ** 2), (0, 1))
+    checked.function(gradients, args)
+    assert checked.halos == 6
+    pooled = lambda x: lax.reduce_window(
+        x, 0.0, lax.add, (1, 1, 3, 3), (1, 1, 2, 2), padding
+    )
+    checked.function(pooled, args[:1])
+    assert checked.halos == 8
+    padded = lambda x: lax.pad(x, 0.0, [(0, 0, 0), (0, 0, 0), (2, 3, 0), (-1, 1, 1)])
+    checked.function(padded, args[:1])
+    assert checked.halos == 10
+
+
+def test_windows_over_several_examples_are_not_cut():
     """Gradients of a convolution's weights slide one operand over the other."""
 
     def fn(x: Any, g: Any) -> Any:

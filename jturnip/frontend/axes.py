@@ -17,9 +17,10 @@ from typing import Any, TypeAlias
 
 from jturnip import compat
 from jturnip.frontend import byhand, costs, iterations, shardy
+from jturnip.frontend.halos import with_halos
 from jturnip.frontend.loops import LOOPS
-from jturnip.frontend.rules import Rule, without
-from jturnip.frontend.values import Equation, FlatJaxpr, is_key
+from jturnip.frontend.rules import Rule, without, without_halos
+from jturnip.frontend.values import Constant, Equation, FlatJaxpr, is_key
 
 
 # They call code that is not XLA's own.
@@ -69,7 +70,7 @@ def rules(flat: FlatJaxpr, works: Works, known: Known) -> list[Rule | None]:
 @functools.cache
 def rules_by(works: Works) -> iterations.Rules:
     """What gives the rules of the body of a loop."""
-    return lambda flat: rules(flat, works, Known())
+    return lambda flat: list(map(without_halos, rules(flat, works, Known())))
 
 
 def _rules_by_keys(
@@ -88,11 +89,12 @@ def _rules_by_keys(
     of_shardy = shardy.rules_or_none(list(lowered.values()), flat) if lowered else ()
     found.update(zip(lowered, of_shardy, strict=True))
     for key, e in new.items():
+        types = flat.operand_types(e), [flat.types[v] for v in e.outputs]
         if e.name in LOOPS:
             found[key] = iterations.rule_of(e, rules_by(works))
         elif key not in lowered:
-            types = flat.operand_types(e), [flat.types[v] for v in e.outputs]
             found[key] = byhand.RULES[e.name](e, *types)
+        found[key] = with_halos(e, *types, found[key])
         found[key] = _that_works(found[key], functools.partial(works, e, flat))
     if len(_known) > _MOST_KNOWN:
         _known.clear()
@@ -123,5 +125,8 @@ def _may_have_a_rule(e: Equation, flat: FlatJaxpr) -> bool:
 
 
 def _key(e: Equation, flat: FlatJaxpr) -> Hashable:
-    shapes = tuple((t.shape, str(t.dtype)) for t in flat.operand_types(e))
+    shapes = tuple(
+        (t.shape, str(t.dtype), isinstance(v, Constant))
+        for v, t in zip(e.inputs, flat.operand_types(e), strict=True)
+    )
     return e.name, shapes, str(sorted(e.origin.params.items(), key=lambda item: item[0]))

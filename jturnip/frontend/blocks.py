@@ -11,6 +11,7 @@ EinDecomp (arXiv 2410.02682): as few as fit, with little written down.
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,7 @@ from jturnip.frontend.choosing import (
 from jturnip.frontend.costs import DeviceRates, slow_in_loops
 from jturnip.frontend.effort import Effort
 from jturnip.frontend.materializing import Again
+from jturnip.frontend.repeats import repeated
 from jturnip.frontend.rules import Rule
 from jturnip.frontend.running import rows_as_blocks
 from jturnip.frontend.shifting import shifted
@@ -128,7 +130,7 @@ def cut_along_axes(
     effort = effort or Effort()
     arena -= nbytes_of(flat, where.staying)
     known = Known()
-    flat = sliced_on_host(rows_as_blocks(flat, arena), where.hosted)
+    flat = sliced_on_host(rows_as_blocks(repeated(flat, arena), arena), where.hosted)
     if arena <= 0 or not _may_be_cut(flat, arena, where, known):
         return
     large = large_for(arena, rates, seconds_per_byte)
@@ -183,8 +185,11 @@ def _in_some_ways(
         much = effort.is_too_much_for(len(form.equations))
         return not much and _may_fit(form, arena, where)
 
-    for tighter, at_once, eager, apart, keeps, share in _tries(keep):
-        alike = tighter, at_once, eager, apart, share
+    # All channels of images first: a part of these is little work for all that it reads.
+    convolves = any(e.name == "conv_general_dilated" for e in flat.equations)
+    tries = itertools.product((False, True) if convolves else (True,), _tries(keep))
+    for narrow, (tighter, at_once, eager, apart, keeps, share) in tries:
+        alike = tighter, at_once, eager, apart, share, narrow
         if effort.is_enough:
             return
         if search.is_over(apart) or alike in nothing_kept:
@@ -195,6 +200,8 @@ def _in_some_ways(
             arena=arena // tighter,
             least=least,
             at_once=at_once,
+            fused=False,
+            narrow=narrow,
             eager=False,
             apart=apart,
             keep=keeps,
@@ -233,13 +240,16 @@ class _Forms:
 
 def _cut(flat: FlatJaxpr, room: Room, eager: int, search: Search) -> _Forms:
     """A function cut over tasks along some axes, so many eagerly, then in blocks."""
-    cut, how, keeps = flat, [], False
+    cut, how, keeps, slides = flat, [], False, False
     most = room.most_equations + len(flat.equations)
     for axis in range(_AXES):
-        again = cut_once(cut, dataclasses.replace(room, eager=axis < eager), True, search)
+        # Parts that are read with their halos hang together: along more axes all would be
+        # cut, whatever fits.
+        eagerly = dataclasses.replace(room, eager=axis < eager and not slides)
+        again = cut_once(cut, eagerly, True, search)
         if not again.how or len(again.cut.equations) > most:
             break
-        cut, keeps = again.cut, keeps or again.keeps
+        cut, keeps, slides = again.cut, keeps or again.keeps, slides or again.slides
         how.append(again.how)
     found = cut_once(cut, room, False, search)
     forms = (found.cut,) if found.materialized is None else (found.materialized, found.cut)

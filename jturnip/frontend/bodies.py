@@ -23,14 +23,15 @@ from jturnip.frontend.values import Equation, FlatJaxpr, bind, carry_out, read_b
 
 
 # What is tried: as for so many times less than there is, with XLA holding so much of a
-# block at once, in values of the widest equation; and what is large.
+# block at once, in values of the widest equation, fused or not; and what is large.
 _TRIES = (
-    (1, 1, 0.5),
-    (1, 1, 0.125),
-    (1, 2, 0.125),
-    (2, 2, 0.125),
-    (4, 2, 0.125),
-    (16, 2, 0.125),
+    (1, 1, True, 0.5),
+    (1, 1, False, 0.5),
+    (1, 1, False, 0.125),
+    (1, 2, False, 0.125),
+    (2, 2, False, 0.125),
+    (4, 2, False, 0.125),
+    (16, 2, False, 0.125),
 )
 # What holds the jaxprs of what is done inside.
 _INSIDE = {
@@ -53,8 +54,8 @@ def with_bodies_in_blocks(
       seen: what is known of the function; grows.
     """
     search, found = Search(seen.rules), set[Any]()
-    for tighter, at_once, share in _TRIES:
-        bodies = _Bodies(tighter, at_once, share, rates, seen, search)
+    for tighter, at_once, fused, share in _TRIES:
+        bodies = _Bodies(tighter, at_once, fused, share, rates, seen, search)
         cut, how = bodies.in_blocks(flat, arena)
         if how and how not in found:
             found.add(how)
@@ -71,6 +72,7 @@ class _Bodies:
 
     tighter: int
     at_once: float
+    fused: bool
     share: float
     rates: DeviceRates
     seen: Seen
@@ -119,6 +121,8 @@ class _Bodies:
             free,
             least,
             self.at_once,
+            self.fused,
+            narrow=True,
             eager=False,
             apart=False,
             keep=False,

@@ -21,6 +21,7 @@ from jturnip.frontend.cutting import (
     with_cuttings,
 )
 from jturnip.frontend.effort import Effort
+from jturnip.frontend.halos import along_channels
 from jturnip.frontend.materializing import (
     Again,
     made_again,
@@ -142,8 +143,12 @@ class Room:
     # Bytes beside what stays on the device; from what size on a value is large.
     arena: int
     least: int
-    # What XLA is expected to hold of a block, in values of the widest equation.
+    # What XLA is expected to hold of a block, in values of the widest equation; of those
+    # that it is sure to write down only, if others are to be fused.
     at_once: float
+    fused: bool
+    # Whether convolutions may be done for some of their channels at a time.
+    narrow: bool
     # Whether tasks are made although blocks along another axis may do.
     eager: bool
     # Whether what is between two stretches may stay in parts; and whether what loops over
@@ -181,6 +186,8 @@ class Room:
         """Whether a stretch is not slow in a loop over blocks, nor may it wait for itself,
         if these values are written down for later loops."""
         if any(flat.equations[i].name in self.slow for i in stretch.working):
+            return False
+        if stretch.halos:  # parts at the borders read less than others
             return False
         alone = self.rates.one_a_task
         return not alone or stretch.one_after_the_other(flat, alone, written)
@@ -223,8 +230,10 @@ class Found:
     materialized: FlatJaxpr | None = None
     # What stretches in blocks make anew; None where none has several loops.
     again: Again | None = None
-    # Whether parts of something are kept that would be made anew.
+    # Whether parts of something are kept that would be made anew; and whether parts are
+    # read with their halos.
     keeps: bool = False
+    slides: bool = False
     # What `Search` counts.
     finer: int = 0
     abreast: int = 0
@@ -261,7 +270,8 @@ def _cut_anew(
     ]
     again = functools.reduce(Again.__add__, each) if each else None
     keeps = any(isinstance(c, Tasks) and c.kept for c in cuttings)
-    found = Found(cut, how, again=again, keeps=keeps)
+    slides = any(c.stretch.halos for c in cuttings)
+    found = Found(cut, how, again=again, keeps=keeps, slides=slides)
     if written == cuttings:
         return found
     materialized, _ = _with_cuttings(stretches, written, search)
@@ -291,7 +301,7 @@ def _materializing(flat: FlatJaxpr, room: Room, cutting: Cutting) -> Cutting:
         return cutting
     stretch = cutting.stretch
     share = max(1, room.arena // _ROOM_FOR_BLOCKS)
-    widest = int(max(1, room.at_once) * stretch.widest_bytes(flat))
+    widest = int(max(1, room.at_once) * stretch.widest_bytes(flat, room.fused))
     blocks = max(-(-stretch.length // cutting.size), -(-widest // share))
     if blocks > min(_MOST_BLOCKS, stretch.length):
         return cutting
@@ -431,7 +441,7 @@ class _Choice:
         flat, inside = stretches.flat, frozenset(members)
         numbers: dict[int, int] = {}
         found: list[Any] = [self._tasks, room.arena, room.at_once, room.eager, room.apart]
-        found += [room.keep, room.side_by_side]
+        found += [room.keep, room.side_by_side, room.fused, room.narrow]
         for i in stretches.between(members):
             e = flat.equations[i]
             self._search.named[id(e.origin)] = e.origin
@@ -458,6 +468,7 @@ class _Choice:
             for value, dim in seeds
             if (stretch := self._stretches.along(members, value, dim)) is not None
             and self.taken.isdisjoint(stretch.equations)
+            and (self._room.narrow or not self._is_narrow(stretch))
         ]
         if self._tasks:
             tasks = [each for each in found if not self._fits_in_blocks(each[0])]
@@ -466,6 +477,14 @@ class _Choice:
             found = tasks
         cuttings = [(self._cutting(stretch), dim) for stretch, dim in found]
         return self._take_best(members, cuttings)
+
+    def _is_narrow(self, stretch: Stretch) -> bool:
+        """Whether convolutions of a stretch are done for some of their channels."""
+        equations = self._stretches.flat.equations
+        return any(
+            along_channels(equations[i], stretch.uses.get((i, 0)))
+            for i in stretch.working - stretch.halos.keys()
+        )
 
     def _take_best(
         self, members: Sequence[int], found: Sequence[tuple[Cutting | None, int]]
@@ -500,8 +519,9 @@ class _Choice:
             for at, v in enumerate(flat.equations[i].inputs)
             if (i, at) in stretch.uses and not isinstance(v, Constant)
         )
+        around = ((stretch.reads(flat, i), halo.dim) for i, halo in stretch.halos.items())
         ends = {*stretch.entering, *stretch.leaving}
-        for v, dim in (*read, *stretch.dims.items()):
+        for v, dim in (*read, *around, *stretch.dims.items()):
             if v in ends and flat.types[v].nbytes > self._room.arena * _APART:
                 size = cutting.size * stretch.scale(flat, v, dim)
                 grids.setdefault(v, set()).add((dim, size))
@@ -553,12 +573,15 @@ class _Choice:
         shapes: dict[Any, int] = {}
         for v in sorted(values, key=lambda v: (-types[v].nbytes, v)):
             shapes.setdefault(types[v].shape, v)
-        return [
+        seeds = [
             (v, dim)
             for v in list(shapes.values())[:_SEEDS]
             for dim, size in enumerate(types[v].shape)
             if size > 1
         ]
+        # Windows slide over a value that is whole: what is cut begins with their results.
+        slid = self._stretches.slid(members)
+        return list(dict.fromkeys([*seeds, *slid]))
 
 
 def nbytes_of(flat: FlatJaxpr, values: Collection[int]) -> int:
@@ -585,7 +608,7 @@ def _into_blocks(flat: FlatJaxpr, room: Room, stretch: Stretch) -> Blocks | None
     """The fewest blocks that are expected to fit in one task, or as many as there may be:
     XLA may need less than is expected. None where the whole is expected to fit."""
     whole = _whole_bytes(flat, room, stretch)
-    block = int(room.at_once * stretch.widest_bytes(flat))
+    block = int(room.at_once * stretch.widest_bytes(flat, room.fused))
     free = room.arena - whole
     if free <= 0 or block <= free or not room.may_be_in_blocks(flat, stretch):
         return None
@@ -605,7 +628,7 @@ def _into_tasks(
     """The fewest tasks of which each is expected to fit, perhaps in blocks; None where one
     does, or none are."""
     flat = stretches.flat
-    block = int(room.at_once * stretch.widest_bytes(flat))
+    block = int(room.at_once * stretch.widest_bytes(flat, room.fused))
     kept = _kept(flat, room, stretch, search)
     apiece = [held - room.where.staying for held in _held_apiece(stretches, stretch, kept)]
     if max(nbytes_of(flat, held) for held in apiece) + block <= room.arena:
@@ -635,9 +658,12 @@ def _into_tasks(
         block //= _MOST_BLOCKS
     most = min(stretch.length, _MOST_TASKS)
     counts = [n for n in (2**k for k in range(1, 9)) if n <= most]
-    sizes = [
-        (nbytes_of(flat, held - rows), nbytes_of(flat, held & rows)) for held in apiece
-    ]
+    # What parts of others are beside a part that is read with its halo.
+    around = {stretch.reads(flat, i) for i in stretch.halos} & sliced - hosted
+    in_parts_of = lambda held: (
+        nbytes_of(flat, held & rows) + 2 * nbytes_of(flat, held & around)
+    )
+    sizes = [(nbytes_of(flat, held - rows), in_parts_of(held)) for held in apiece]
     held = {n: max(whole + in_parts // n for whole, in_parts in sizes) for n in counts}
     needed = {n: held[n] + block // n for n in counts}
     fit = [n for n in counts if needed[n] <= room.arena * _OF_TASK]
@@ -747,7 +773,7 @@ def _is_read_in_parts(
     """Whether all that read what enters, of the equations inside, read parts of it."""
     equations = stretches.flat.equations
     return all(
-        (i, position) in stretch.uses
+        (i, position) in stretch.uses or (i in stretch.halos and position == 0)
         for i in inside.intersection(stretches.readers.get(v, ()))
         for position, read in enumerate(equations[i].inputs)
         if not isinstance(read, Constant) and read == v

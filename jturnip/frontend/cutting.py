@@ -377,12 +377,16 @@ class _New:
             # What is reduced is read of all parts, though this one's may be made again.
             if v in of_part and v not in stretch.reduced:
                 return of_part[v]
+            make = self._window if v in cutting.sliced else self._part_of
+            if i in stretch.halos and position == 0:
+                first, count, _ = stretch.halo(i, low, length)
+                return make(v, stretch.halos[i].dim, first, count)
             if dim is None:
                 self._whole([v])
                 return v
             if (v, dim) not in cut:
-                make = self._window if v in cutting.sliced else self._cut
-                cut[v, dim] = make(stretch, v, dim, low, length)
+                scale = stretch.scale(flat, v, dim)
+                cut[v, dim] = make(v, dim, low * scale, length * scale)
             return cut[v, dim]
 
         for i in steps:
@@ -390,7 +394,7 @@ class _New:
             inputs = [read(i, position, v) for position, v in enumerate(e.inputs)]
             types = [v.type if isinstance(v, Constant) else self._types[v] for v in inputs]
             shapes = [stretch.shape(flat, v, length) for v in e.outputs]
-            along = stretch.along(flat, i)
+            along = stretch.along(flat, i, low, length)
             key = (id(e.origin), along, tuple(types), tuple(shapes))
             if key not in self._known:
                 self._known[key] = parts.on_part(e, types, shapes, along)
@@ -400,22 +404,17 @@ class _New:
             of_part.update(zip(e.outputs, outputs, strict=True))
         return of_part
 
-    def _window(self, stretch: Stretch, v: int, dim: int, low: int, length: int) -> int:
+    def _window(self, v: int, dim: int, low: int, length: int) -> int:
         """The part of an array in host memory that a task reads."""
-        scale = stretch.scale(self._flat, v, dim)
         whole = Slice(v, v, Window.of(self._types[v].shape))
         before = self._slices.get(v, whole)
-        window = before.window.part(dim, low * scale, (low + length) * scale)
+        window = before.window.part(dim, low, low + length)
         key = before.source, window
         if key not in self._windows:
-            value = self._value(self._types[v].part(dim, length * scale))
+            value = self._value(self._types[v].part(dim, length))
             self._slices[value] = Slice(value, *key)
             self._windows[key] = value
         return self._windows[key]
-
-    def _cut(self, stretch: Stretch, v: int, dim: int, low: int, length: int) -> int:
-        scale = stretch.scale(self._flat, v, dim)
-        return self._part_of(v, dim, low * scale, length * scale)
 
     def _ours(
         self,

@@ -58,6 +58,8 @@ def _apply(
             operands = _of_groups(e, operands, along, low)
         other = _OTHER.get(e.name)
         params = other(e, operands, shapes[0]) if other else {}
+        if along.padding is not None:
+            params |= _with_padding(e, *along.padding)
         dtype = e.origin.outvars[0].aval.dtype
         if e.name in _PRODUCTS and along.result is None and _is_narrow(dtype):
             params["preferred_element_type"] = np.dtype(np.float32)
@@ -66,6 +68,14 @@ def _apply(
         if result.shape != shape:
             raise TypeError(f"{e.name} of parts has shape {result.shape}, not {shape}")
     return results
+
+
+def _with_padding(e: Equation, at: int, padding: tuple[int, int]) -> dict[str, Any]:
+    """The parameters of an equation with other padding around one dimension."""
+    name = "padding_config" if e.name == "pad" else "padding"
+    whole = e.origin.params[name]
+    each = (*padding, *whole[at][2:])  # a pad has some between positions, too
+    return {name: (*whole[:at], each, *whole[at + 1 :])}
 
 
 def _of_groups(
@@ -226,10 +236,16 @@ def works(e: Equation, flat: FlatJaxpr, rule: Rule, label: int) -> bool:
         return t if d is None else t.part(d, t.shape[d] // length)
 
     of_operands = [part(*pair) for pair in zip(types, rule.operands, strict=True)]
+    padding, halo = None, rule.halos.get(label)
+    if halo is not None:
+        _, count, around = halo.of(0, halo.positions // length)
+        of_operands[0] = of_operands[0].part(halo.dim, count)
+        padding = halo.at, around
     shapes = [part(*pair).shape for pair in zip(results, rule.results, strict=True)]
     along = Along(
         tuple(cut(*pair) for pair in zip(types, rule.operands, strict=True)),
         cut(results[0], rule.results[0]),
+        padding,
     )
     try:
         made = on_part(e, of_operands, shapes, along)
@@ -567,6 +583,7 @@ class _Blockwise:
             e = flat.equations[i]
             operands = [read(i, position, v) for position, v in enumerate(e.inputs)]
             shapes = [stretch.shape(flat, v, size) for v in e.outputs]
-            made = _apply(e, operands, shapes, stretch.along(flat, i), start)
+            # Windows do not slide along what is done in blocks.
+            made = _apply(e, operands, shapes, stretch.along(flat, i, 0, size), start)
             block.update(zip(e.outputs, made, strict=True))
         return block

@@ -32,6 +32,38 @@ SCATTERS = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
+class Halo:
+    """What the first operand is read of for some positions along a label: what windows at
+    these positions reach.
+
+    The window at position p begins `p * step - before`, and is `reach` long, in positions
+    of the operand with `dilation - 1` zeros after each.
+    """
+
+    # Where the window is in the equation's parameters; of the operand the dimension, and
+    # how long that is; and how many positions there are along the label.
+    at: int
+    dim: int
+    size: int
+    positions: int
+    step: int
+    reach: int
+    before: int
+    dilation: int
+
+    def of(self, low: int, length: int) -> tuple[int, int, tuple[int, int]]:
+        """The first position that is read for so many positions from one on, how many are,
+        and the padding around them; less than none where windows have nothing but
+        padding, and what is read is cut away."""
+        begin = low * self.step - self.before
+        end = (low + length - 1) * self.step - self.before + self.reach
+        first = min(max(0, -(-begin // self.dilation)), self.size - 1)
+        last = max(min(self.size - 1, (end - 1) // self.dilation), first)
+        padding = first * self.dilation - begin, end - 1 - last * self.dilation
+        return first, last - first + 1, padding
+
+
+@dataclass(frozen=True, slots=True)
 class Rule:
     """Labels of one equation's dimensions; None along what cannot be cut."""
 
@@ -40,6 +72,9 @@ class Rule:
     # Label that is reduced → how each result is combined along it (`COMBINED`), or None for
     # one that is cut.
     reduced: Mapping[int, tuple[str | None, ...]] = field(default_factory=dict)
+    # Label along which windows slide → what is read of the first operand, which has no
+    # label there.
+    halos: Mapping[int, Halo] = field(default_factory=dict)
 
 
 def without(rule: Rule, bad: Collection[int]) -> Rule | None:
@@ -49,11 +84,18 @@ def without(rule: Rule, bad: Collection[int]) -> Rule | None:
         tuple(map(kept, rule.operands)),
         tuple(map(kept, rule.results)),
         {x: how for x, how in rule.reduced.items() if x not in bad},
+        {x: halo for x, halo in rule.halos.items() if x not in bad},
     )
-    return rule if _has_labels(rule) else None
+    return rule if has_labels(rule) else None
 
 
-def _has_labels(rule: Rule) -> bool:
+def without_halos(rule: Rule | None) -> Rule | None:
+    """A rule without the labels along which windows slide."""
+    return without(rule, rule.halos) if rule is not None and rule.halos else rule
+
+
+def has_labels(rule: Rule) -> bool:
+    """Whether something can be cut."""
     sides = (*rule.operands, *rule.results)
     return any(x is not None for each in sides for x in each)
 
@@ -65,3 +107,6 @@ class Along:
 
     operands: tuple[tuple[int, int] | None, ...]
     result: tuple[int, int] | None
+    # Where a window slides along the axis: where that is in the equation's parameters, and
+    # the padding around what the part reads.
+    padding: tuple[int, tuple[int, int]] | None = None

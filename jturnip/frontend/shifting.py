@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 
 from jturnip.frontend.builder import Builder
+from jturnip.frontend.halos import is_one_image
 from jturnip.frontend.results import live
 from jturnip.frontend.values import Atom, Constant, Equation, FlatJaxpr, Type
 
@@ -113,7 +114,7 @@ def _border(e: Equation, flat: FlatJaxpr) -> tuple[tuple[Atom, ...], Any] | None
         return None
     t, of_border = flat.operand_types(e)
     dim = _first_long(t)
-    if dim is None or not any(config[dim]):
+    if dim is None or not any(config[dim]) or is_one_image(t):  # that has halos
         return None
     low, high, _ = config[dim]
     others = [(0, 0, 0) if d == dim else each for d, each in enumerate(config)]

@@ -31,7 +31,7 @@ from jturnip.frontend.loops import (
 )
 from jturnip.frontend.merging import merged
 from jturnip.frontend.results import Forwarded, may_be
-from jturnip.frontend.rules import COMBINED, SCATTERS, Along, Rule
+from jturnip.frontend.rules import COMBINED, SCATTERS, Along, Rule, without_halos
 from jturnip.frontend.stacks import Made, Spread, Stack, Value
 from jturnip.frontend.tables import reads_rows, rows_by_host
 from jturnip.frontend.values import (
@@ -307,7 +307,7 @@ class _Streamer:
         if not found:
             return {}
         some = dataclasses.replace(flat, equations=tuple(found))
-        known = rules(some, parts.works, self._seen.rules)
+        known = map(without_halos, rules(some, parts.works, self._seen.rules))
         return {id(e): rule for e, rule in zip(found, known, strict=True)}
 
     def _apply(

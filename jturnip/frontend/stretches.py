@@ -5,15 +5,16 @@ it, by their rules (`axes.py`). What does not agree stays outside: an equation t
 value whole reads it whole, before or after.
 """
 
+import collections
 import heapq
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jturnip.frontend.costs import HEAVY, has_one_of
+from jturnip.frontend.costs import HEAVY, REDUCTIONS, has_one_of
 from jturnip.frontend.memory_model import inner_bytes
-from jturnip.frontend.rules import Along, Rule
+from jturnip.frontend.rules import Along, Halo, Rule
 from jturnip.frontend.sets import Joined
 from jturnip.frontend.values import Constant, Equation, FlatJaxpr, read_by
 
@@ -48,6 +49,9 @@ class Stretch:
     dims: Mapping[int, int]
     # (equation, operand) → the dimension along which that is cut there.
     uses: Mapping[tuple[int, int], int]
+    # Equation whose windows slide along the axis → what it reads of its first operand,
+    # which enters.
+    halos: Mapping[int, Halo]
     # Value of which each part gives all positions → how these are combined.
     reduced: Mapping[int, str]
     # Equation → the loop over parts that it is in, or that it precedes. What reads a
@@ -126,8 +130,21 @@ class Stretch:
         """How many positions along a dimension are one along the axis."""
         return flat.types[v].shape[dim] // self.length
 
-    def along(self, flat: FlatJaxpr, i: int) -> Along:
-        """Where an equation is cut."""
+    def reads(self, flat: FlatJaxpr, i: int) -> int:
+        """What an equation whose windows slide along the axis reads with a halo."""
+        v = flat.equations[i].inputs[0]
+        assert not isinstance(v, Constant)
+        return v
+
+    def halo(self, i: int, low: int, length: int) -> tuple[int, int, tuple[int, int]]:
+        """What an equation whose windows slide along the axis reads for some positions of
+        that: of its first operand the first position, and how many; and the padding."""
+        halo = self.halos[i]
+        scale = halo.positions // self.length
+        return halo.of(low * scale, length * scale)
+
+    def along(self, flat: FlatJaxpr, i: int, low: int, length: int) -> Along:
+        """Where an equation is cut, for some positions along the axis."""
         e = flat.equations[i]
 
         def cut(v: int | Constant, dim: int | None) -> tuple[int, int] | None:
@@ -138,6 +155,7 @@ class Stretch:
         return Along(
             tuple(cut(v, self.uses.get((i, at))) for at, v in enumerate(e.inputs)),
             cut(e.outputs[0], self.dims.get(e.outputs[0])),
+            (self.halos[i].at, self.halo(i, low, length)[-1]) if i in self.halos else None,
         )
 
     def shape(self, flat: FlatJaxpr, v: int, length: int) -> tuple[int, ...]:
@@ -148,15 +166,46 @@ class Stretch:
             return shape
         return (*shape[:dim], length * self.scale(flat, v, dim), *shape[dim + 1 :])
 
-    def widest_bytes(self, flat: FlatJaxpr) -> int:
-        """Bytes of what is cut and never leaves, at the equation where that is most."""
+    def widest_bytes(self, flat: FlatJaxpr, fused: bool = False) -> int:
+        """Bytes of what is cut and never leaves, at the equation where that is most; if it
+        is to be `fused`, of what XLA is sure to write down only, beside what enters and
+        leaves in parts."""
+        nbytes = lambda values: sum(flat.types[v].nbytes for v in values)
         inner = set(self.dims).difference(self.entering, self.leaving)
+        ends = 0
+        if fused:
+            inner -= self._fused(flat)
+            ends = nbytes(self._ends(flat))
 
         def held(e: Equation) -> int:
-            values = inner.intersection((*read_by(e), *e.outputs))
-            return sum(flat.types[v].nbytes for v in values) + inner_bytes(e.origin)
+            return nbytes(inner.intersection((*read_by(e), *e.outputs))) + inner_bytes(
+                e.origin
+            )
 
-        return max(held(flat.equations[i]) for i in self.working)
+        return ends + max(held(flat.equations[i]) for i in self.working)
+
+    def _ends(self, flat: FlatJaxpr) -> set[int]:
+        """What enters and leaves in parts."""
+        values = (flat.equations[i].inputs[at] for i, at in self.uses)
+        read = {v for v in values if not isinstance(v, Constant)}
+        return {*read.intersection(self.entering), *self.dims.keys() & {*self.leaving}}
+
+    def _fused(self, flat: FlatJaxpr) -> set[int]:
+        """What is made element by element for one equation, which does with it what it may
+        do while it is made."""
+        readers = collections.Counter(
+            v for i in self.equations for v in read_by(flat.equations[i])
+        )
+        never = HEAVY | REDUCTIONS
+        light = {
+            v
+            for i in self.working
+            if flat.equations[i].name not in never
+            for v in flat.equations[i].outputs
+            if readers[v] == 1
+        }
+        heavy = (i for i in self.equations if flat.equations[i].name in HEAVY)
+        return light.difference(*(read_by(flat.equations[i]) for i in heavy))
 
 
 def _sides(e: Equation, rule: Rule) -> Iterator[tuple[int, tuple[int | None, ...]]]:
@@ -211,6 +260,20 @@ class Stretches:
     def ruled(self) -> list[int]:
         """The equations that have a rule."""
         return [i for i, rule in enumerate(self._rules) if rule is not None]
+
+    def slid(self, members: Sequence[int]) -> list[tuple[int, int]]:
+        """Of the largest result of windows among some equations, the first of those, the
+        dimensions along which these slide."""
+        found = [
+            (-self.flat.types[v].nbytes, i, v, dim)
+            for i in members
+            if (rule := self._rules[i]) is not None and rule.halos
+            for v, labels in zip(self.flat.equations[i].outputs, rule.results, strict=True)
+            for dim, label in enumerate(labels)
+            if label in rule.halos
+        ]
+        first = min(found, default=None)
+        return [] if first is None else [(v, d) for *_, v, d in found if v == first[2]]
 
     def together(self, among: Sequence[int], least: int) -> list[list[int]]:
         """Equations that read, write or hold more than `least`, in sets: those that pass
@@ -460,6 +523,7 @@ class Stretches:
         reduced: dict[int, str] = {}
         reducing: set[int] = set()
         uses: dict[tuple[int, int], int] = {}
+        halos: dict[int, Halo] = {}
         loop: dict[int, int] = {}
         lengths: set[int] = set()
         for i in equations:
@@ -472,6 +536,8 @@ class Stretches:
                 continue
             assert rule is not None
             label = working[i]
+            if label in rule.halos:
+                halos[i] = rule.halos[label]
             hows = rule.reduced.get(label, ())
             for v, how in zip(e.outputs, hows, strict=bool(hows)):
                 if how is not None and (v in self.results or v in self.readers):
@@ -493,6 +559,7 @@ class Stretches:
             working=frozenset(working),
             dims=dims,
             uses=uses,
+            halos=halos,
             reduced=reduced,
             loop=loop,
             entering=tuple(sorted(v for v in entering if self.writer.get(v) not in inside)),

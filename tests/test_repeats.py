@@ -59,8 +59,16 @@ def test_its_gradients_are_sums():
         lambda x: x[:, jnp.array([0, 0, 1, 1, 3, 2, 3, 3, 4, 4])],
         lambda x: jax.image.resize(x, (1, 8, 7, 3), "nearest"),
         lambda x: x[:, x[0, :, 0, 0].astype(int)],
+        lambda x: jnp.take(x, jnp.int32(2), axis=3),
+        lambda x: jnp.take(x, jnp.zeros((2, 3), int), axis=1),
     ],
-    ids=["in another order", "not by a whole number", "by numbers that are read"],
+    ids=[
+        "in another order",
+        "not by a whole number",
+        "that are read",
+        "one",
+        "as a matrix",
+    ],
 )
 def test_other_rows_are_read_as_they_were(fn: Callable[..., Any]):
     names, found = names_in(fn, IMAGE)

@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 
 from jturnip.frontend.builder import Builder
+from jturnip.frontend.hints import CALLS_OUT, nested
 from jturnip.frontend.results import live
 from jturnip.frontend.values import Atom, Constant, Equation, FlatJaxpr, carry_out, read_by
 
@@ -71,6 +72,8 @@ def _instead(
     if numbers.operand_batching_dims or read != rows or len(rows) != 1:
         return None
     (dim,) = rows
+    if len(many.shape) != len(few.shape):
+        return None
     times, rest = divmod(many.shape[dim], few.shape[dim]) if few.shape[dim] else (0, 1)
     expected = (*few.shape[:dim], many.shape[dim], *few.shape[dim + 1 :])
     if rest or many.shape != expected or types[1].shape != (many.shape[dim], 1):
@@ -94,6 +97,12 @@ def _instead(
     return (e.inputs[0], e.inputs[2]), jax.make_jaxpr(summed)(*both)
 
 
+def _is_plain(e: Equation) -> bool:
+    """Whether an equation calls nobody, and surely ends."""
+    calls = e.name in CALLS_OUT or any(True for _ in nested(e.origin))
+    return not (calls or e.effects or e.origin.effects)
+
+
 def _known(
     value: Atom, flat: FlatJaxpr, written: Mapping[int, Equation]
 ) -> np.ndarray | None:
@@ -106,7 +115,7 @@ def _known(
     agenda = [value]
     while agenda:
         e = written.get(agenda.pop())
-        if e is None or e.effects or e.origin.effects or len(steps) == _MOST_EQUATIONS:
+        if e is None or not _is_plain(e) or len(steps) == _MOST_EQUATIONS:
             return None
         if id(e) not in steps:
             steps[id(e)] = e

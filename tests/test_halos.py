@@ -1,5 +1,6 @@
 """Networks over one large image: parts of it are read with the positions around them."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -99,8 +100,26 @@ NETWORKS: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
 }
 
 
-@pytest.mark.parametrize("share", [2, 4])
-@pytest.mark.parametrize("name", NETWORKS)
+# What is tried in every run; the others take long to compile.
+QUICK = {
+    ("an image", 4),
+    ("gradients of an image", 2),
+    ("a sound", 4),
+    ("gradients of a volume", 4),
+    ("up and down", 4),
+    ("gradients of up and down", 2),
+    ("gradients of averages", 2),
+    ("smoothed", 4),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "share"),
+    [
+        pytest.param(*each, marks=() if each in QUICK else pytest.mark.slow)
+        for each in itertools.product(NETWORKS, (2, 4))
+    ],
+)
 def test_one_image_is_cut_where_its_network_does_not_fit(name: str, share: int):
     fn, shapes = NETWORKS[name]
     args = tuple(numbers(*shape) / np.sqrt(shape[-1]) for shape in shapes)

@@ -192,7 +192,7 @@ def convolutions(draw: st.DrawFn) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     return conv, tuple(x.astype(np.float32) for x in args)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(convolutions())
 def test_parts_of_images_are_read_with_their_halos(drawn: Any):
     """With any strides, padding and dilation; and so are their gradients."""

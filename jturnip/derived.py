@@ -1,7 +1,7 @@
 """What runs, in the budget of a user's function, one that is derived from it."""
 
 import dataclasses
-import functools
+import gc
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,7 +39,7 @@ class DerivedRunner:
         self._statics = Flat(fn, function.names)
         self._part = Part(function.groups, function.on_host, function.later)
         self._options, self._turn, self._history = options, turn, history
-        self._dispatch = functools.cache(self._new_dispatch)
+        self._dispatches: dict[tuple[int, int], Dispatch] = {}
         # What was planned before the first call: that needs the same executables.
         self._ahead: list[Lowered] = []
 
@@ -47,10 +47,7 @@ class DerivedRunner:
         turn, part = self._turn, self._part
         call = self._statics.call(args, {})
         call.check_alive(lambda: self._statics.names(call))
-        beside_bytes = self._in_steps(turn.residual_bytes(args))
-        # Only what leaves residuals itself must know of all others.
-        held = turn.residual_bytes(()) if part.residuals else 0
-        own = self._dispatch(beside_bytes, self._in_steps(held))
+        own, beside_bytes = self._dispatch(args)
         try:
             compiled = own.find(call)
         except DoesNotFit as error:
@@ -78,9 +75,25 @@ class DerivedRunner:
         self._ahead.append(lowered)
         return lowered.seconds_asked
 
-    def _new_dispatch(self, beside_bytes: int, residual_bytes: int) -> Dispatch:
-        own = self._beside(beside_bytes, residual_bytes)
-        return Dispatch(self._jitted, self._statics, own, self._turn, self._history)
+    def _dispatch(self, args: Sequence[Any]) -> tuple[Dispatch, int]:
+        """What calls beside as many residuals as there are now, and their bytes."""
+        key = self._left(args)
+        if any(key) and key not in self._dispatches:
+            # To plan anew takes long, and what was traced may hold residuals in cycles.
+            gc.collect()
+            key = self._left(args)
+        if key not in self._dispatches:
+            own = self._beside(*key)
+            new = Dispatch(self._jitted, self._statics, own, self._turn, self._history)
+            self._dispatches.setdefault(key, new)
+        return self._dispatches[key], key[0]
+
+    def _left(self, args: Sequence[Any]) -> tuple[int, int]:
+        """Bytes of the residuals that are there, but for some; and of all of them, which
+        only what leaves residuals itself must know."""
+        turn = self._turn
+        held = turn.residual_bytes(()) if self._part.residuals else 0
+        return self._in_steps(turn.residual_bytes(args)), self._in_steps(held)
 
     def _beside(
         self, beside_bytes: int, residual_bytes: int, is_asked: bool = False

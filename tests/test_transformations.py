@@ -535,3 +535,23 @@ def test_gradients_on_the_device_in_the_budget_that_a_refusal_asks_for(x: Any):
         grads = within(budget, f, lambda f=f: jax.grad(f)(weights, x), x)
         assert memory_kinds(grads) == ["device"] * LAYERS
         assert_same(grads, stock(expected), ulps=64)
+
+
+def test_residuals_that_only_cycles_hold_are_let_go_of(weights: list[Any], x: jax.Array):
+    """Else a next call would be planned anew beside them."""
+    f = jturnip.jit(loss, LAYERS * MATRIX // 2)
+    jax.grad(f)(weights, x)
+    gc.disable()
+    try:
+        _, pull = jax.vjp(f, weights, x)
+        residuals = [weakref.ref(r) for r in jax.tree.leaves(pull) if r is not x]
+        cycle: list[Any] = [pull]
+        cycle.append(cycle)
+        del pull, cycle
+        assert any(r() is not None for r in residuals)
+        jax.grad(f)(weights, x)
+        alive = [r() for r in residuals]
+        given = {id(each) for each in weights}
+        assert all(a is None or id(a) in given for a in alive)
+    finally:
+        gc.enable()

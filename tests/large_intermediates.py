@@ -175,6 +175,11 @@ def outer_products(a: Any, b: Any, c: Any) -> Any:
 # -- elementwise work, convolutions, transforms ----------------------------------------
 
 
+def conv_of_images(x: Any, w: Any) -> Any:
+    numbers = ("NHWC", "HWIO", "NHWC")
+    return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers)
+
+
 @case((long(256), 1024))
 def an_elementwise_chain(x: Any) -> Any:
     for k in range(8):
@@ -184,11 +189,8 @@ def an_elementwise_chain(x: Any) -> Any:
 
 @case((long(4), 32, 32, 4), (3, 3, 4, 32), (3, 3, 32, 4))
 def a_stack_of_convolutions(x: Any, a: Any, b: Any) -> Any:
-    conv = lambda x, w: jax.lax.conv_general_dilated(
-        x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
-    )
     for _ in range(3):
-        x = x + conv(jax.nn.relu(conv(x, a)), b)
+        x = x + conv_of_images(jax.nn.relu(conv_of_images(x, a)), b)
     return x
 
 
@@ -222,11 +224,6 @@ def gradients_of_a_unet_of_one_image(x: Any, *weights: Any) -> Any:
         return jnp.mean(jnp.square(made - x))
 
     return jax.grad(loss)(weights)
-
-
-def conv_of_images(x: Any, w: Any) -> Any:
-    numbers = ("NHWC", "HWIO", "NHWC")
-    return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers)
 
 
 @case((long(64), 1024))
@@ -291,18 +288,13 @@ def gradients_of_a_transformer_block(*args: Any) -> Any:
 
 @case((long(8), 16, 16, 3), (3, 3, 3, 16), (3, 3, 16, 16), (3, 3, 32, 3))
 def gradients_of_a_small_unet(x: Any, a: Any, b: Any, c: Any) -> Any:
-    numbers = ("NHWC", "HWIO", "NHWC")
-
-    def conv(x: Any, w: Any) -> Any:
-        return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers)
-
     def loss(weights: Any) -> Any:
         a, b, c = weights
-        top = jax.nn.relu(conv(x, a))
+        top = jax.nn.relu(conv_of_images(x, a))
         halved = top.reshape(-1, 8, 2, 8, 2, 16).mean((2, 4))
-        low = jax.nn.relu(conv(halved, b))
+        low = jax.nn.relu(conv_of_images(halved, b))
         again = jnp.repeat(jnp.repeat(low, 2, axis=1), 2, axis=2)
-        return jnp.sum(jnp.square(conv(jnp.concatenate([top, again], -1), c) - x))
+        return jnp.sum(jnp.square(conv_of_images(jnp.concatenate([top, again], -1), c) - x))
 
     return jax.grad(loss)((a, b, c))
 
@@ -318,10 +310,6 @@ def gradients_of_a_small_unet(x: Any, a: Any, b: Any, c: Any) -> Any:
 def gradients_of_a_residual_network(x: Any, *weights: Any) -> Any:
     """Each normalisation is over the whole batch."""
 
-    def conv(x: Any, w: Any) -> Any:
-        numbers = ("NHWC", "HWIO", "NHWC")
-        return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers)
-
     def normed(x: Any) -> Any:
         return (x - x.mean((0, 1, 2))) * jax.lax.rsqrt(x.var((0, 1, 2)) + 1e-5)
 
@@ -331,10 +319,10 @@ def gradients_of_a_residual_network(x: Any, *weights: Any) -> Any:
 
     def loss(weights: Any) -> Any:
         first, second, third, fourth, skip = weights
-        low = jax.nn.relu(normed(conv(x, first)))
-        low = pooled(jax.nn.relu(normed(conv(low, second)) + low))
-        high = jax.nn.relu(normed(conv(low, third)))
-        high = jax.nn.relu(normed(conv(high, fourth)) + conv(low, skip))
+        low = jax.nn.relu(normed(conv_of_images(x, first)))
+        low = pooled(jax.nn.relu(normed(conv_of_images(low, second)) + low))
+        high = jax.nn.relu(normed(conv_of_images(low, third)))
+        high = jax.nn.relu(normed(conv_of_images(high, fourth)) + conv_of_images(low, skip))
         return jnp.sum(jnp.square(high.mean((1, 2))))
 
     return jax.grad(loss)(weights)

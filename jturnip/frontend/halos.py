@@ -25,18 +25,19 @@ _OF_IMAGES = 3
 class _Window:
     """A window along one dimension of the first operand."""
 
-    # Where it is in the equation's parameters, and the dimension.
+    # Where it is in the equation's parameters, and the dimension: of the operand, and of
+    # the result.
     at: int
     dim: int
-    # Of its results and of itself: an operand (None for the result) and its dimension.
     result: int
-    of_itself: tuple[int, int] | None
-    length: int
-    stride: int
-    spread: int
     padding: tuple[int, int]
     # Of the operand, between its positions.
     dilation: int
+    length: int = 1
+    stride: int = 1
+    spread: int = 1
+    # Of the second operand, where that is the window.
+    kernel: int | None = None
     # Whether there may be less padding than none.
     crops: bool = True
 
@@ -77,9 +78,9 @@ def _with_halo(
     if results >= window.length:
         step, reach = window.stride, (window.length - 1) * window.spread + 1
         positions, side, dim = results, len(rule.operands), window.result
-    elif window.of_itself is not None:
+    elif window.kernel is not None:
         step, reach = window.spread, (results - 1) * window.stride + 1
-        positions, (side, dim) = window.length, window.of_itself
+        positions, side, dim = window.length, 1, window.kernel
         reduced[label] = (COMBINED[e.name],)
     else:
         return rule
@@ -113,7 +114,7 @@ def _windows(e: Equation, read: Sequence[Type]) -> Iterator[_Window]:
                 at=at,
                 dim=image,
                 result=result,
-                of_itself=(1, kernel),
+                kernel=kernel,
                 length=read[1].shape[kernel],
                 stride=params["window_strides"][at],
                 spread=params["rhs_dilation"][at],
@@ -129,7 +130,6 @@ def _windows(e: Equation, read: Sequence[Type]) -> Iterator[_Window]:
                     at=dim,
                     dim=dim,
                     result=dim,
-                    of_itself=None,
                     length=length,
                     stride=params["window_strides"][dim],
                     spread=params["window_dilation"][dim],
@@ -144,10 +144,6 @@ def _windows(e: Equation, read: Sequence[Type]) -> Iterator[_Window]:
                     at=dim,
                     dim=dim,
                     result=dim,
-                    of_itself=None,
-                    length=1,
-                    stride=1,
-                    spread=1,
                     padding=(low, high),
                     dilation=inside + 1,
                 )

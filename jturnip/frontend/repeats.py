@@ -6,7 +6,6 @@ on nothing, they are known here, and what is read again and again is spread inst
 can be done in parts. The gradients add up what was spread.
 """
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -15,9 +14,8 @@ import jax
 import numpy as np
 from jax import lax
 
-from jturnip.frontend.builder import Builder
 from jturnip.frontend.hints import CALLS_OUT, nested
-from jturnip.frontend.results import live
+from jturnip.frontend.results import with_others
 from jturnip.frontend.values import Atom, Constant, Equation, FlatJaxpr, carry_out, read_by
 
 
@@ -36,15 +34,7 @@ def repeated(flat: FlatJaxpr, arena: int) -> FlatJaxpr:
         _instead(e, flat, written) if _is_large(e, flat, arena * _LARGE) else None
         for e in flat.equations
     ]
-    if not any(found):
-        return flat
-    builder = Builder.of(dataclasses.replace(flat, equations=()))
-    for e, instead in zip(flat.equations, found, strict=True):
-        if instead is None:
-            builder.equations.append(e)
-        else:
-            builder.instead(e, *instead)
-    return live(builder.finish(flat.inputs, flat.outputs, flat.slices))
+    return with_others(flat, found)
 
 
 def _is_large(e: Equation, flat: FlatJaxpr, least: float) -> bool:
@@ -61,12 +51,13 @@ def _instead(
     times in turn."""
     numbers = e.origin.params["dimension_numbers"]
     types = flat.operand_types(e)
+    few = types[0]
     if e.name == "gather":
-        few, many = types[0], flat.types[e.outputs[0]]
+        many = flat.types[e.outputs[0]]
         read, rows = numbers.start_index_map, numbers.collapsed_slice_dims
         others = numbers.offset_dims
     else:
-        few, many = types[0], types[2]
+        many = types[2]
         read, rows = numbers.scatter_dims_to_operand_dims, numbers.inserted_window_dims
         others = numbers.update_window_dims
     if numbers.operand_batching_dims or read != rows or len(rows) != 1:
@@ -81,7 +72,8 @@ def _instead(
     if tuple(others) != tuple(d for d in range(len(few.shape)) if d != dim):
         return None
     wanted = np.repeat(np.arange(few.shape[dim]), times)
-    if not np.array_equal(_known(e.inputs[1], flat, written), wanted[:, None]):
+    known = _known(e.inputs[1], flat, written)
+    if known is None or not np.array_equal(known, wanted[:, None]):
         return None
     shape = (*few.shape[: dim + 1], times, *few.shape[dim + 1 :])
     if e.name == "gather":

@@ -2,11 +2,11 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from jturnip.frontend import stacks
 from jturnip.frontend.builder import Builder
-from jturnip.frontend.values import Equation, FlatJaxpr, Parts, values_of
+from jturnip.frontend.values import Atom, Equation, FlatJaxpr, Parts, values_of
 
 
 # Positions of arguments that may be returned as they are, once; or for positions of results
@@ -46,6 +46,22 @@ def written_once(flat: FlatJaxpr, forwarded: Forwarded) -> FlatJaxpr:
         else:
             outputs.append(own(output))
     return builder.finish(flat.inputs, outputs, flat.slices)
+
+
+def with_others(
+    flat: FlatJaxpr, instead: Sequence[tuple[Sequence[Atom], Any] | None]
+) -> FlatJaxpr:
+    """The program with other equations in the place of some: for each equation what is
+    read, and a jaxpr of that, or None; itself where all are None."""
+    if not any(instead):
+        return flat
+    builder = Builder.of(replace(flat, equations=()))
+    for e, other in zip(flat.equations, instead, strict=True):
+        if other is None:
+            builder.equations.append(e)
+        else:
+            builder.instead(e, *other)
+    return live(builder.finish(flat.inputs, flat.outputs, flat.slices))
 
 
 def live(flat: FlatJaxpr) -> FlatJaxpr:

@@ -5,7 +5,6 @@ blocks side by side: a running sum is that of a block, and what all blocks befor
 Blocks are independent, and what they give is little.
 """
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jturnip.frontend import parts
-from jturnip.frontend.builder import Builder
+from jturnip.frontend.results import with_others
 from jturnip.frontend.values import Equation, FlatJaxpr, Type, bind
 
 
@@ -28,17 +27,13 @@ _LONG = 1 / 4
 
 def rows_as_blocks(flat: FlatJaxpr, arena: int) -> FlatJaxpr:
     """The function with its long running sums made of those of blocks."""
-    counts = [_blocks(e, flat, arena) for e in flat.equations]
-    if not any(counts):
-        return flat
-    builder = Builder.of(dataclasses.replace(flat, equations=()))
-    for e, count in zip(flat.equations, counts, strict=True):
-        if count:
-            closed = _of_blocks(e, flat.operand_types(e)[0], count)
-            builder.instead(e, e.inputs, closed)
-        else:
-            builder.equations.append(e)
-    return builder.finish(flat.inputs, flat.outputs, flat.slices)
+    found = [
+        (e.inputs, _of_blocks(e, flat.operand_types(e)[0], count))
+        if (count := _blocks(e, flat, arena))
+        else None
+        for e in flat.equations
+    ]
+    return with_others(flat, found)
 
 
 def _blocks(e: Equation, flat: FlatJaxpr, arena: int) -> int:

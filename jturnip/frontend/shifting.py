@@ -6,7 +6,6 @@ parts. But each position of the result has its place in the array, and what is r
 positions can be, of an array that is there as a whole.
 """
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +14,8 @@ import jax
 import numpy as np
 from jax import lax
 
-from jturnip.frontend.builder import Builder
 from jturnip.frontend.halos import is_one_image
-from jturnip.frontend.results import live
+from jturnip.frontend.results import with_others
 from jturnip.frontend.values import Atom, Constant, Equation, FlatJaxpr, Type
 
 
@@ -39,15 +37,7 @@ def shifted(flat: FlatJaxpr, arena: int) -> FlatJaxpr:
         else None
         for e in flat.equations
     ]
-    if not any(gathers):
-        return flat
-    builder = Builder.of(dataclasses.replace(flat, equations=()))
-    for e, gather in zip(flat.equations, gathers, strict=True):
-        if gather is None:
-            builder.equations.append(e)
-        else:
-            builder.instead(e, *gather)
-    return live(builder.finish(flat.inputs, flat.outputs, flat.slices))
+    return with_others(flat, gathers)
 
 
 @dataclass(frozen=True, slots=True)

@@ -175,20 +175,19 @@ class Stretch:
         ends = 0
         if fused:
             inner -= self._fused(flat)
-            ends = nbytes(self._ends(flat))
+            entering = self.read_in_parts(flat).intersection(self.entering)
+            ends = nbytes(entering | (self.dims.keys() & {*self.leaving}))
 
         def held(e: Equation) -> int:
-            return nbytes(inner.intersection((*read_by(e), *e.outputs))) + inner_bytes(
-                e.origin
-            )
+            values = inner.intersection((*read_by(e), *e.outputs))
+            return nbytes(values) + inner_bytes(e.origin)
 
         return ends + max(held(flat.equations[i]) for i in self.working)
 
-    def _ends(self, flat: FlatJaxpr) -> set[int]:
-        """What enters and leaves in parts."""
-        values = (flat.equations[i].inputs[at] for i, at in self.uses)
-        read = {v for v in values if not isinstance(v, Constant)}
-        return {*read.intersection(self.entering), *self.dims.keys() & {*self.leaving}}
+    def read_in_parts(self, flat: FlatJaxpr) -> set[int]:
+        """What its equations read in parts."""
+        read = (flat.equations[i].inputs[at] for i, at in self.uses)
+        return {v for v in read if not isinstance(v, Constant)}
 
     def _fused(self, flat: FlatJaxpr) -> set[int]:
         """What is made element by element for one equation, which does with it what it may
@@ -380,8 +379,7 @@ class Stretches:
         """The largest value that a stretch has inside whole, and a dimension of it that is
         as long as the stretch; None where all is small."""
         flat, types, length = self.flat, self.flat.types, stretch.length
-        read = (flat.equations[i].inputs[at] for i, at in stretch.uses)
-        cut = {*stretch.dims, *(v for v in read if not isinstance(v, Constant))}
+        cut = {*stretch.dims, *stretch.read_in_parts(flat)}
         least = max(types[v].nbytes for v in cut) // _SMALL_BESIDE
         found = [
             (types[v].nbytes, -v, dim)

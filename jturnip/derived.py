@@ -38,6 +38,7 @@ class DerivedRunner:
         )
         self._statics = Flat(fn, function.names)
         self._part = Part(function.groups, function.on_host, function.later)
+        self._function = function
         self._options, self._turn, self._history = options, turn, history
         self._dispatches: dict[tuple[int, int], Dispatch] = {}
         # What was planned before the first call: that needs the same executables.
@@ -89,11 +90,14 @@ class DerivedRunner:
         return self._dispatches[key], key[0]
 
     def _left(self, args: Sequence[Any]) -> tuple[int, int]:
-        """Bytes of the residuals that are there, but for some; and of all of them, which
-        only what leaves residuals itself must know."""
-        turn = self._turn
-        held = turn.residual_bytes(()) if self._part.residuals else 0
-        return self._in_steps(turn.residual_bytes(args)), self._in_steps(held)
+        """Bytes of the residuals that are there, but for those of some arguments that are
+        read; and of all of them, which only what leaves residuals itself must know."""
+        held = self._turn.residual_bytes(())
+        if not held:
+            return 0, 0
+        read = (a for i, a in enumerate(args) if i not in self._function.unread)
+        beside_bytes = self._in_steps(self._turn.residual_bytes(read))
+        return beside_bytes, self._in_steps(held) if self._part.residuals else 0
 
     def _beside(
         self, beside_bytes: int, residual_bytes: int, is_asked: bool = False

@@ -26,8 +26,9 @@ from jturnip import compat, memory
 from jturnip.frontend import refs
 from jturnip.frontend.flatten import flatten
 from jturnip.placement import is_on_host
-from jturnip.programs import bounds
+from jturnip.programs import bounds, places
 from jturnip.signature import Call, Statics
+from jturnip.units import padded
 
 
 # Signatures of one function that are kept.
@@ -88,6 +89,17 @@ class Function:
     def closed(self) -> Any:
         """Its jaxpr."""
         return self._once("jaxpr", lambda: jax.make_jaxpr(self.fn)(*self.inputs))
+
+    @property
+    def unread(self) -> frozenset[int]:
+        """Positions of arguments that nothing reads: no plan of it counts them."""
+
+        def positions() -> frozenset[int]:
+            flat = flatten(self.closed)
+            ignored = places.unread(flat)
+            return frozenset(i for i, v in enumerate(flat.inputs) if v in ignored)
+
+        return self._once("unread", positions)
 
     def jvp(self, moving: tuple[bool, ...]) -> "tuple[Function, tuple[bool, ...]]":
         """Of the arguments and the tangents of those that move, the results and the
@@ -158,8 +170,15 @@ class Later:
         """
         known = [(arguments if given else results)[i] for given, i in self.residuals]
         cotangents = _only(results[: len(self.moves)], self.moves)
-        runner = self._function(_only(arguments, self.moving)).runner
-        return runner.seconds([*known, *cotangents], beside_bytes)
+        function = self._function(_only(arguments, self.moving))
+        # What it does not read is there nevertheless.
+        idle = [
+            known[k]
+            for k, (given, _) in enumerate(self.residuals)
+            if k in function.unread and not given and not is_on_host(known[k])
+        ]
+        beside_bytes += sum(padded(s.size * s.dtype.itemsize) for s in idle)
+        return function.runner.seconds([*known, *cotangents], beside_bytes)
 
     def most_bytes(self, arguments: Sequence[Any]) -> int:
         """The most bytes of its values at once, where none is written over."""

@@ -555,3 +555,23 @@ def test_residuals_that_only_cycles_hold_are_let_go_of(weights: list[Any], x: ja
         assert all(a is None or id(a) in given for a in alive)
     finally:
         gc.enable()
+
+
+def test_residuals_that_nothing_reads_count():
+    """JAX hands on what `where` chose from, of which gradients need only which it was."""
+
+    def chosen(weights: Any, x: Any) -> jax.Array:
+        for w in weights:
+            x = jax.nn.relu(x @ w)
+        return (x**2).sum()
+
+    weights = jturnip.host(layers(4, WIDTH))
+    x = jnp.linspace(-1, 1, 4 * WIDTH * WIDTH).reshape(4 * WIDTH, WIDTH)
+    gpu_bytes = x.nbytes * 6
+    f = jturnip.jit(chosen, gpu_bytes)
+    expected = jax.grad(jax.jit(chosen))(stock(weights), x)
+    for _ in range(2):
+        found = within(gpu_bytes, f, lambda: jax.grad(f)(weights, x), weights, x)
+        for a, b in zip(found, expected, strict=True):
+            # Sums over 512 rows, in another order.
+            np.testing.assert_allclose(a, b, rtol=0, atol=1e-4 * np.max(np.abs(b)))

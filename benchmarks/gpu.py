@@ -7,6 +7,7 @@ written again after each. `--tiny` runs all of it on any device, in seconds.
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import pathlib
@@ -25,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 
-from benchmarks import gpu_models, gpu_probes, measure
+from benchmarks import gpu_fields, gpu_models, gpu_probes, measure
 from benchmarks.gpu_probes import PROBES, SkippedError
 from benchmarks.measure import Figure
 
@@ -54,6 +55,8 @@ SETTINGS = {
 # Another name for one of them: JAX takes only one of both.
 _OTHER_NAME = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 _BUDGETS = (0.25, 0.5, 1.0)
+# Of the models where the script is only tried.
+_SIZES = {"llama": 'tiny {"layers": 1}', "pair": 'tiny {"blocks": 1}'}
 _STRATEGIES = ("fixed_order", "turnip", "ahead", "layerwise", "on_demand")
 
 
@@ -114,34 +117,38 @@ def _new_record(folder: pathlib.Path) -> dict[str, Any]:
 
 def _parts(platform: str) -> Iterator[Part]:
     """The most telling first: what the time does not suffice for is left out."""
-    configs = {"llama": _LLAMA.value, "pair": _PAIR.value}
-    if _TINY.value:
-        configs = {"llama": 'tiny {"layers": 1}', "pair": 'tiny {"blocks": 1}'}
-    for mode, model in (
-        ("train", "llama"),
-        ("train", "pair"),
-        ("forward", "llama"),
-        ("forward", "pair"),
-    ):
-        size, _, changes = configs[model].partition(" ")
-        changed = json.loads(changes or "{}")
-        if (model, mode) == ("llama", "forward"):
-            changed["batch"] = 1  # else the logits alone are most of a small budget
-        work = {"model": model, "mode": mode, "size": size, "changes": changed}
-        yield Part(f"{model} {mode}, all the memory", {**work, "share": None}, 110.0)
-        for share in _BUDGETS[:1] if _TINY.value else _BUDGETS:
-            many = mode == "train" and share == _BUDGETS[0]
-            strategies = _STRATEGIES[: 2 if _TINY.value else None] if many else ()
-            more = {"share": share, "strategies": strategies}
-            limit = 150.0 if many else 75.0
-            yield Part(f"{model} {mode}, {share:.0%}", {**work, **more}, limit)
-        if (model, mode) == ("pair", "train"):
-            yield Part("probes", {"probes": list(PROBES)}, 150.0)
-            yield Part("marks", {"marks": True}, 60.0)
-        if platform != "cpu" and (model, mode) == ("llama", "forward"):
-            names = ["sync_rule", "race", "freeing"]
-            settings = {"XLA_PYTHON_CLIENT_ALLOCATOR": "cuda_async"}
-            yield Part("probes with cuda_async", {"probes": names}, 60.0, settings)
+    problems = [_problem(*each) for each in itertools.product(("train", "forward"), _SIZES)]
+    least, *more = _BUDGETS[:1] if _TINY.value else _BUDGETS
+    fields = dict.fromkeys(gpu_fields.TIMES, 1) if _TINY.value else gpu_fields.TIMES
+    for at, one in enumerate(problems):
+        yield Part(f"{one['title']}, all the memory", {**one, "share": None}, 110.0)
+        yield Part(f"{one['title']}, {least:.0%}", {**one, "share": least}, 75.0)
+        if at == 0:
+            yield Part("fields", {"fields": fields}, 150.0)
+            yield Part("host parts", {"probes": ["host_parts"]}, 30.0)
+    for one, share in itertools.product(problems, more):
+        yield Part(f"{one['title']}, {share:.0%}", {**one, "share": share}, 75.0)
+    strategies = _STRATEGIES[: 2 if _TINY.value else None]
+    for one in problems[:2]:
+        work = {**one, "share": least, "strategies": strategies}
+        yield Part(f"{one['title']}, {least:.0%}, by strategy", work, 150.0)
+    yield Part("probes", {"probes": [n for n in PROBES if n != "host_parts"]}, 150.0)
+    yield Part("marks", {"marks": True}, 60.0)
+    if platform != "cpu":
+        names = ["sync_rule", "race", "freeing"]
+        settings = {"XLA_PYTHON_CLIENT_ALLOCATOR": "cuda_async"}
+        yield Part("probes with cuda_async", {"probes": names}, 60.0, settings)
+
+
+def _problem(mode: str, model: str) -> dict[str, Any]:
+    """What a process is told of a model, and what its parts are called by."""
+    words = _SIZES[model] if _TINY.value else {"llama": _LLAMA, "pair": _PAIR}[model].value
+    size, _, changes = words.partition(" ")
+    changed = json.loads(changes or "{}")
+    if (model, mode) == ("llama", "forward"):
+        changed["batch"] = 1  # else the logits alone are most of a small budget
+    named = {"model": model, "mode": mode, "size": size, "changes": changed}
+    return {**named, "title": f"{model} {mode}", "strategies": ()}
 
 
 def _run(part: Part, left: float, folder: pathlib.Path, record: dict[str, Any]) -> None:
@@ -254,6 +261,10 @@ def _work(work: dict[str, Any]) -> None:
         scale = gpu_probes.TINY if work["tiny"] else gpu_probes.FULL
         for name in work["probes"]:
             _collect(name, lambda n=name: PROBES[n](scale), 30.0, found, out)
+    elif "fields" in work:
+        for name, times in work["fields"].items():
+            figures = lambda n=name, t=times: gpu_fields.field(n, t)
+            _collect(name, figures, 30.0, found, out)
     else:
         _collect(work["name"], lambda: _model(work), work["limit"], found, out)
 

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 import jturnip
-from benchmarks import inside, steps
+from benchmarks import inside, kernels, steps
 from benchmarks.measure import Figure, column, in_turn, ratios, seconds_of
 from jturnip.demo import peak_bytes
 from jturnip.models import llama, pair
@@ -26,6 +26,7 @@ AGREE_WITHIN = {
     "float32": 1e-2,
     "bfloat16": 3e-2,
 }  # of a loss; GPUs multiply float32 coarsely
+_LONGEST = 12  # kernels that are named
 _SEEN = 512  # numbers of each result that are compared
 
 
@@ -106,7 +107,22 @@ def baseline(p: Problem, repeats: int, leave: Callable[[dict[str, Any]], None]) 
             calls = [functools.partial(seconds_of, bare), first.seconds]
             taken = in_turn(calls, repeats, warm_up=2)
             yield Figure("its executables, called bare, over jax.jit", ratios(taken))
+        if strategy != "auto":
+            yield from _kernels({"split": second, "jax.jit": first})
         del second, ours
+
+
+def _kernels(ways: dict[str, Callable[[], Any]]) -> Iterator[Figure]:
+    """What the device is busy with in a call, and the names of what takes longest."""
+    for name, way in ways.items():
+        seen = kernels.kernels_of(way)
+        if seen is None:
+            return
+        longest = {n[:60]: 1e3 * s for n, s in list(seen.seconds.items())[:_LONGEST]}
+        more = {"launches": str(seen.launches), "from first to last, ms": 1e3 * seen.span}
+        yield Figure(
+            f"kernels, {name}", (1e3 * seen.busy,), "ms", None, {**more, **longest}
+        )
 
 
 def budgeted(

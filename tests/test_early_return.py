@@ -36,6 +36,12 @@ def square(seed: int = 0) -> jax.Array:
     return jnp.asarray(layers(1, seed=seed)[0])
 
 
+@pytest.fixture(autouse=True, params=["threads", "the loop"])
+def who_looks_for_ends(request, monkeypatch):
+    """For a CPU threads do, for a GPU the loop."""
+    monkeypatch.setattr(engines, "looks_itself", lambda device: request.param == "the loop")
+
+
 @pytest.fixture(scope="module")
 def fn():
     return jturnip.jit(long_tail, BUDGET, strategy="turnip")

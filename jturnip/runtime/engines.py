@@ -1,8 +1,9 @@
 """The engines over JAX: compute by executables, transfers by `device_put`.
 
-A run's completion comes from the mark at the end of its executable; where marks are not
-built, and for transfers that are not over at once, a waiter thread sleeps in
-`block_until_ready` and says so.
+A run's completion comes from the mark at the end of its executable. For transfers, and
+where marks are not built, a waiter thread sleeps in `block_until_ready` and says so; for a
+GPU, which is not slower where a core is busy, the loop looks itself whether they are over:
+a thread that wakes up for each would hold it up for longer.
 Completions steer the order only. Data dependencies are JAX's own, so a wrong guess stalls
 and never corrupts.
 """
@@ -35,6 +36,8 @@ from jturnip.units import GRANULE
 
 # How long the loop sleeps before it looks for failures that push nothing, in seconds.
 _LOOK_AGAIN = 0.2
+# And before it looks at what no thread waits for: half of what a thread takes to say so.
+_LOOK_SOON = 5e-5
 # So many numbers of one program stay on a GPU.
 _MOST_NUMBERS = 160
 
@@ -143,6 +146,11 @@ def _name(buffer: Buffer, written_by: Task | None) -> str:
     return f"a result of task {written_by.id} {written_by.name}"
 
 
+def looks_itself(device: jax.sharding.Sharding) -> bool:
+    """Whether the loop looks for the ends of transfers, rather than leave it to threads."""
+    return not memory.is_on_cpu(device)
+
+
 class DeviceEngines:
     """One run's engines.
 
@@ -179,6 +187,9 @@ class DeviceEngines:
         self.suspect: FloatingPointError | None = None
         # What waiter threads are doing for this run.
         self._waiting: dict[int, waiters.Job] = {}
+        # What neither a mark nor a thread tells of, oldest first, by engine.
+        self._looked_at: dict[int, dict[int, Any]] = {COMPUTE: {}, H2D: {}, D2H: {}}
+        self._looks_itself = link is None and looks_itself(program.device_sharding)
         self._link = None if link is None else LinkClock(link, self._queue.push)
 
     # -- the Engines protocol ----------------------------------------------------------
@@ -198,14 +209,40 @@ class DeviceEngines:
             raise self._failure(op, error) from error
 
     def wait(self, few_runs: int) -> list[tuple[int, float]]:
+        look_again = time.perf_counter() + _LOOK_AGAIN
         while True:
-            events = self._queue.drain(_LOOK_AGAIN, few_runs) or self._silent_failures()
+            over = self._look_what_is_over()
+            pause = 0.0 if over else self._pause
+            events = self._queue.drain(pause, few_runs) + over
+            if not events and time.perf_counter() >= look_again:
+                events = self._silent_failures()
+                look_again += _LOOK_AGAIN
             if events:
                 return self._heard(events)
 
     def poll(self) -> list[tuple[int, float]]:
         """What `wait` would say, if anything, without sleeping."""
-        return self._heard(self._queue.drain(0.0))
+        return self._heard(self._queue.drain(0.0) + self._look_what_is_over())
+
+    @property
+    def _pause(self) -> float:
+        return _LOOK_SOON if any(self._looked_at.values()) else _LOOK_AGAIN
+
+    def _look_what_is_over(self) -> list[tuple[int, float]]:
+        """Of what nobody else tells of. An engine is a queue: what came later is not over
+        before what came first."""
+        over: list[tuple[int, float]] = []
+        for ops in self._looked_at.values():
+            while ops:
+                op, array = next(iter(ops.items()))
+                if not array.is_ready():
+                    break
+                del ops[op]
+                error = _failure_of(array)
+                if error is not None:
+                    self._errors[op] = error
+                over.append((op, time.perf_counter()))
+        return over
 
     def _heard(self, events: list[tuple[int, float]]) -> list[tuple[int, float]]:
         for op, _ in events:
@@ -236,6 +273,7 @@ class DeviceEngines:
             self._marks.retire(slot)
         self._in_flight.clear()
         self._slot_of.clear()
+        self._looked_at.clear()
         self.arrays.clear()
 
     def close(self) -> None:
@@ -252,6 +290,11 @@ class DeviceEngines:
         # Of marks their own small results stay: they tell of runs that fail.
         for op in self._in_flight.keys() - self._slot_of.keys():
             del self._in_flight[op]
+        # Nobody may look for long: a thread does, and lets go of them when they are over.
+        for ops in self._looked_at.values():
+            for op, array in ops.items():
+                self._leave_to_a_thread(op, array, None)
+            ops.clear()
 
     def _delete_donated(self) -> None:
         for instance in self._donated:
@@ -324,10 +367,18 @@ class DeviceEngines:
         return self._host_readers[host_instance] > 0
 
     def _wait_for(self, op: int, array: Any, put: Callable[[], None] | None = None) -> None:
-        """Lets a thread push `op` when `array` is ready, and put where it belongs."""
+        """Has `op` heard of when `array` is ready, and put where it belongs."""
         if put is None and _is_ready(array):
             self._queue.push(op)  # a small copy is over before a thread could look
-            return
+        elif put is None and self._looks_itself and type(array) is compat.array_type():
+            self._looked_at[self._program.steps[op].engine][op] = array
+        else:
+            self._leave_to_a_thread(op, array, put)
+
+    def _leave_to_a_thread(
+        self, op: int, array: Any, put: Callable[[], None] | None
+    ) -> None:
+        """Lets a thread put `array` where it belongs when it is ready, and push `op`."""
 
         def over(error: BaseException | None, ready: float) -> None:
             self._note(op, error, put)

@@ -40,7 +40,7 @@ class Limits:
         """Those of a device of some platform, such as "cpu"."""
         if platform == "cpu":
             return cls(compute=4)
-        return cls(h2d=4, d2h=4, short_runs=16, queue_seconds=5e-4)
+        return cls(h2d=4, d2h=4, short_runs=16, queue_seconds=2e-3)
 
     @property
     def most_runs(self) -> int:

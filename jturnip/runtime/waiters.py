@@ -13,8 +13,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import jax
-
 
 # More than one run may have in flight in all its engines.
 _THREADS = 16
@@ -49,15 +47,19 @@ class Job:
 
     def _wait(self) -> None:
         arrays, then, error, ready = self._arrays, self._then, None, 0.0
+        array = None
         if then is None:
             return
         try:
-            jax.block_until_ready(arrays[:1])
-            ready = time.perf_counter()
-            jax.block_until_ready(arrays)
+            # One call into C each: `jax.block_until_ready`, which takes any tree, holds up
+            # the loop for longer.
+            for array in arrays:
+                array.block_until_ready()
+                ready = ready or time.perf_counter()
         except BaseException as failure:
             error = failure
         self._arrays = arrays = []
+        array = None
         then(error, ready)
         del error  # it knows this frame
 

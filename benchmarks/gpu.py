@@ -124,8 +124,8 @@ def _parts(platform: str) -> Iterator[Part]:
         yield Part(f"{one['title']}, all the memory", {**one, "share": None}, 110.0)
         yield Part(f"{one['title']}, {least:.0%}", {**one, "share": least}, 75.0)
         if at == 0:
-            yield Part("fields", {"fields": fields}, 150.0)
-            yield Part("host parts", {"probes": ["host_parts"]}, 30.0)
+            yield Part("parts in host memory", {"probes": ["host_parts"]}, 30.0)
+    yield Part("fields", {"fields": fields}, 150.0)
     for one, share in itertools.product(problems, more):
         yield Part(f"{one['title']}, {share:.0%}", {**one, "share": share}, 75.0)
     strategies = _STRATEGIES[: 2 if _TINY.value else None]

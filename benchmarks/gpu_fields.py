@@ -19,27 +19,27 @@ from jturnip.demo import peak_bytes
 
 
 sys.path.append(str(ROOT / "tests"))  # where its modules find each other
-import large_intermediates  # noqa: E402
+import large_intermediates
 
 
 # By how much the long dimensions grow, so that a GPU has some milliseconds of work; what
 # differs most from the models comes first.
 TIMES = {
+    "a product of matrices": 16,
     "causal attention": 32,
+    "one image through a network": 256,
     "gradients of cross entropy": 32,
-    "a product of matrices": 32,
-    "one image through a network": 32,
-    "gradients of a unet of one image": 16,
     "kernel ridge by conjugate gradients": 16,
+    "gradients of a residual network": 512,
     "a kernel times a matrix": 16,
-    "gradients of a residual network": 32,
-    "gradients of a transformer block": 16,
+    "gradients of a transformer block": 32,
+    "filtered by ffts": 512,
     "a transport plan by sinkhorn": 32,
-    "filtered by ffts": 256,
     "triangles of a pair representation": 8,
     "sorted along the long axis": 256,
-    "gradients of a small unet": 64,
+    "gradients of a small unet": 256,
     "an outer product mean": 8,
+    "gradients of a unet of one image": 64,
     "a gaussian process": 16,
 }
 # Of the largest number of a result. GPUs multiply float32 coarsely, in other blocks where

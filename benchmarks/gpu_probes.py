@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jturnip
-from benchmarks import inside, steps, views
+from benchmarks import inside, steps
 from benchmarks.measure import Figure, column, in_turn, ratios, seconds_of
 from jturnip import doctor
 from jturnip.models import llama
@@ -356,31 +356,38 @@ def aliasing(scale: Scale) -> Figures:
 
 
 def host_parts(scale: Scale) -> Figures:
-    """What it takes to read a part of an array in host memory, by numpy and without it."""
-    nbytes = scale.block // 4
-    numbers = np.ones(scale.block, np.uint8)
+    """What it takes to read a part of an array in host memory, through numpy's view of it:
+    one that lies in one piece, and columns of a matrix."""
+    numbers = np.ones((scale.block // (4 * scale.width), scale.width), np.float32)
     rate = lambda call, size: size / 1e9 / seconds_of(call)
-    into = [rate(lambda: jax.device_put(numbers, _host()), scale.block) for _ in range(4)]
+    put = lambda: jax.device_put(numbers, _host())
+    into = [rate(put, numbers.nbytes) for _ in range(4)]
     yield Figure("numpy's into pinned memory", tuple(into[1:]), "GB/s")
-    arrays = [_block(scale, _host()) for _ in range(3)]
-    seen = [rate(functools.partial(np.asarray, array), scale.block) for array in arrays]
-    yield Figure("pinned memory as numpy's", tuple(seen), "GB/s")
-    contents = np.asarray(arrays[0])
-    part = contents[nbytes : 2 * nbytes]
-    by_numpy = lambda: jax.device_put(part, _device())
-    whole = _ready(jax.device_put(part, _host()))
-    by_itself = lambda: jax.device_put(whole, _device())
-    ways = {"of numpy's": by_numpy, "that is an array of its own": by_itself}
+    matrix = np.asarray(put())
+    rows, columns = matrix.shape[0] // 4, matrix.shape[1] // 4
+    blocks = [matrix[:, i * columns : (i + 1) * columns] for i in range(4)]
+    whole = _ready(jax.device_put(blocks[0], _host()))
+    ways: dict[str, Callable[[], Any]] = {
+        "that is an array of its own": lambda: jax.device_put(whole, _device()),
+        "of rows": lambda: jax.device_put(matrix[:rows], _device()),
+        "of columns": lambda: jax.device_put(blocks[0], _device()),
+        "of columns, copied first": lambda: jax.device_put(
+            np.ascontiguousarray(blocks[0]), _device()
+        ),
+    }
     for name, way in ways.items():
-        rates = [rate(way, nbytes) for _ in range(scale.repeats + 1)]
+        rates = [rate(way, whole.nbytes) for _ in range(scale.repeats + 1)]
         yield Figure(f"reload of a part {name}", tuple(rates[1:]), "GB/s")
-    shared = views.Shared(arrays[0], nbytes, nbytes)
-    yield Figure("a part through DLPack is one", (float(shared.is_one),), "of parts")
-    through = lambda: jax.device_put(shared.array, _device())
-    rates = [rate(through, nbytes) for _ in range(scale.repeats + 1)]
-    yield Figure("reload of a part through DLPack", tuple(rates[1:]), "GB/s")
-    same = float(np.array_equal(np.asarray(through()), part))
-    yield Figure("and it is what it should be", (same,), "of parts")
+    four = lambda: [jax.device_put(block, _device()) for block in blocks]
+    rates = [rate(four, matrix.nbytes) for _ in range(scale.repeats + 1)]
+    yield Figure("four of columns at once", tuple(rates[1:]), "GB/s")
+    returned = []
+    for _ in range(scale.repeats + 1):
+        begin = time.perf_counter()
+        copy = ways["of columns"]()
+        returned.append((time.perf_counter() - begin) * 1e3)
+        _ready(copy)
+    yield Figure("until the call for one of columns returns", tuple(returned[1:]), "ms")
 
 
 PROBES: dict[str, Callable[[Scale], Figures]] = {
@@ -396,7 +403,7 @@ PROBES: dict[str, Callable[[Scale], Figures]] = {
         fusion,
         contention,
         aliasing,
-        host_parts,  # the last: what it does with addresses may end the process
+        host_parts,
     )
 }
 

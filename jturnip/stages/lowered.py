@@ -213,7 +213,7 @@ class Lowered:
         memory, and one launch. With these and the link's rates the function is planned
         and simulated. The tasks are those a GPU would get, but compiled for the backend at
         hand: its workspace, its fusion and its counts are not quite a GPU's, and a GPU's
-        plan leaves a sixteenth of the budget to the allocator. So take it for what is
+        plan leaves an eighth of the budget to the allocator. So take it for what is
         possible, not for a promise. Whether this machine's host memory could hold what
         leaves the device does not count.
 

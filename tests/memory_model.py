@@ -22,8 +22,11 @@ from jturnip.frontend.memory_model import Segment
 from jturnip.frontend.partition import Partitioner
 from jturnip.models import llama, pair
 from jturnip.programs.devices import rates
-from tests import large_intermediates
 from tests.conformance.registry import Case, programs
+
+
+sys.path.append(str(Path(__file__).parent))  # where modules of tests find each other
+import large_intermediates
 
 
 PAGE = Path(__file__).parents[1] / "docs" / "memory-model.md"

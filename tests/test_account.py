@@ -472,6 +472,7 @@ def test_a_host_array_that_is_donated_twice_is_refused_whole_or_split():
 # What is said of a budget
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "budget", [MATRIX, pytest.param(4 * MATRIX, marks=pytest.mark.slow)]
 )

@@ -137,6 +137,7 @@ def test_a_model_in_a_budget_agrees_with_its_baseline():
     assert verdicts["the run's own account / gpu_bytes"] == "pass"
 
 
+@pytest.mark.long
 def test_the_cpu_program_keeps_other_sections_and_other_text(tmp_path: pathlib.Path):
     results, docs = tmp_path / "cpu.json", tmp_path / "benchmarks.md"
     flags = (f"--json={results}", f"--docs={docs}", "--tiny")

@@ -385,6 +385,7 @@ def test_a_cleared_cache_of_executables_compiles_again(quick_compilation: None):
 # Hopeless budgets
 
 
+@pytest.mark.long
 def test_nothing_is_cut_for_a_hopeless_budget(monkeypatch: pytest.MonkeyPatch):
     """Pieces for a budget of a byte were so many that to refuse it took minutes."""
     model = llama.config("small", layers=2)

@@ -115,6 +115,7 @@ def test_tasks_that_were_cut_again_count_as_compiled():
     assert (other.compiled, other.reused) == (0, other.distinct)
 
 
+@pytest.mark.long
 def test_what_was_compiled_to_cut_a_function_otherwise_counts(
     monkeypatch: pytest.MonkeyPatch,
 ):

@@ -122,6 +122,7 @@ def test_what_a_loop_is_given_to_count_with_it_makes_itself(name: str):
         np.testing.assert_array_equal(mine, theirs)
 
 
+@pytest.mark.long
 @hypothesis.given(data=st.data())
 @hypothesis.settings(max_examples=60, deadline=None)
 def test_any_columns_in_any_order_give_the_same(data: st.DataObject):

@@ -204,6 +204,7 @@ def test_what_is_donated_is_given_up(program, where):
     assert x.is_deleted() or any(leaf is x for leaf in jax.tree.leaves(result))
 
 
+@pytest.mark.long
 def test_a_long_scan_of_large_iterations_is_driven():
     gpu_bytes = 4 * LAYER
     fn = jturnip.jit(many_times, gpu_bytes)
@@ -861,6 +862,7 @@ def test_a_kernel_is_made_in_each_iteration_where_it_has_no_room(fn, share):
     assert f.last_run.h2d_bytes < 4 * x.nbytes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("faster", [Chain, Straight])
 def test_a_kernel_is_moved_where_that_is_faster_than_to_make_it(
     faster: type, monkeypatch: pytest.MonkeyPatch

@@ -126,6 +126,7 @@ def test_the_function_may_go_before_its_work_is_done(weights):
     assert_same(result, jax.jit(long_tail)(layers(16), x))
 
 
+@pytest.mark.parametrize("who_looks_for_ends", ["threads"], indirect=True)
 def test_the_process_may_end_before_its_work_is_done():
     program = f"""
         import sys

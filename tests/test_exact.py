@@ -124,6 +124,7 @@ def fewest_by_search(graph: TaskGraph, gpu_bytes: int) -> int:
     raise AssertionError("there is no plan")
 
 
+@pytest.mark.long
 @given(st.integers(0, 10**6))
 @settings(max_examples=6, deadline=None)
 def test_the_fewest_bytes_are_those_of_a_plain_search(seed: int):

@@ -113,6 +113,7 @@ QUICK = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "share"),
     [

@@ -67,6 +67,7 @@ def test_it_runs_in_what_xla_needs(case: Case, stock: tuple[Any, int]):
     assert fn.last_run.peak_bytes <= peak
 
 
+@pytest.mark.long
 @on_all(QUICK)
 @pytest.mark.parametrize("share", [2, 4, 8])
 def test_it_is_right_in_less_or_refused(case: Case, stock: tuple[Any, int], share: int):

@@ -165,6 +165,7 @@ def test_arguments_on_the_device_are_cut_there():
     assert_same(fn(stack, x), jax.jit(jax.grad(loss))(stack, x))
 
 
+@pytest.mark.long
 @settings(max_examples=12, deadline=None)
 @given(
     length=st.integers(2, 23),
@@ -662,6 +663,7 @@ def test_the_host_holds_one_layer_over_the_weights(monkeypatch):
     assert held <= peak.nbytes <= held + layer
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "stacked",
     [

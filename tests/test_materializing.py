@@ -68,6 +68,7 @@ def crossing(flat: FlatJaxpr, stretch: Stretch) -> Materialized:
     return made
 
 
+@pytest.mark.long
 @settings(max_examples=5, deadline=None)
 @example(size=60, share=1)
 @example(size=7, share=0.5)
@@ -121,6 +122,7 @@ def test_what_is_cheap_is_made_anew(found: tuple[FlatJaxpr, Stretch]):
     assert worth_materializing(*found, 5, 1 << 30, CHEAP) is None
 
 
+@pytest.mark.long
 @settings(max_examples=5, deadline=None)
 @example(size=30)
 @example(size=7)
@@ -247,6 +249,7 @@ def test_what_tasks_would_make_anew_is_kept_where_all_is_in_parts():
     assert 16 <= parts_of < 17  # all in as many parts, and hardly one of them twice
 
 
+@pytest.mark.long
 def test_layers_that_are_normalised_in_a_budget():
     loss = jax.grad(normalised, tuple(range(1, len(LAYERS))))
     gpu_bytes = jturnip.peak_bytes(loss, *LAYERS) // 8
@@ -255,6 +258,7 @@ def test_layers_that_are_normalised_in_a_budget():
     assert f.last_run.peak_bytes <= gpu_bytes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("share", [2, 3])
 def test_costs_that_are_read_again_in_a_budget(share: int):
     gpu_bytes = jturnip.peak_bytes(transport, *ARGS) // share

@@ -270,6 +270,7 @@ def spectral(x: Any, vectors: Any) -> Any:
     return scaled @ vectors
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("fn", "shapes"),
     [

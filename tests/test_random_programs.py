@@ -12,6 +12,7 @@ LONG = (16, 17, 19, 21)
 
 
 # Whatever the steps, each kind of budget and of placement is among them.
+@pytest.mark.long
 @pytest.mark.parametrize(
     "seed",
     [pytest.param(s, marks=[pytest.mark.slow] if s in LONG else []) for s in range(24)],

@@ -243,6 +243,7 @@ def without_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ways, "_WAYS_BESIDE", 0)
 
 
+@pytest.mark.long
 def test_activations_are_computed_again_over_a_slow_link(without_blocks: None):
     weights, x = data()
     gradient = jax.grad(loss)
@@ -308,6 +309,7 @@ def test_what_may_be_another_the_next_time_runs_once(fn: Any):
     )
 
 
+@pytest.mark.long
 def test_the_least_where_the_host_has_little_memory(
     without_blocks: None, monkeypatch: pytest.MonkeyPatch
 ):
@@ -343,6 +345,7 @@ def test_there_is_no_least_where_the_host_never_holds_the_results(
         _ = lowered.minimum_gpu_bytes
 
 
+@pytest.mark.long
 def test_what_has_effects_runs_once():
     weights, x = data()
     seen: list[int] = []

@@ -192,6 +192,7 @@ def convolutions(draw: st.DrawFn) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     return conv, tuple(x.astype(np.float32) for x in args)
 
 
+@pytest.mark.long
 @settings(max_examples=5, deadline=None)
 @given(convolutions())
 def test_parts_of_images_are_read_with_their_halos(drawn: Any):
@@ -207,6 +208,7 @@ def test_parts_of_images_are_read_with_their_halos(drawn: Any):
     assert checked.labels > 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("padding", ["SAME", "VALID"])
 @pytest.mark.parametrize("stride", [1, 2])
 def test_halos_are_found_where_windows_slide(padding: str, stride: int):
@@ -328,6 +330,7 @@ POSITIONAL: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", POSITIONAL)
 def test_parts_have_their_positions(name: str):
     """What a single position does not show."""
@@ -383,6 +386,7 @@ def random(*shape: int) -> np.ndarray[Any, Any]:
     return np.random.default_rng(0).normal(size=shape).astype(np.float32)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("typed", [False, True])
 def test_parts_of_scans(typed: bool):
     seeds = np.arange(480, dtype=np.uint32)

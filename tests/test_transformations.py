@@ -215,6 +215,7 @@ def test_residuals_wait_in_host_memory_where_they_leave_no_room(weights: Any):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.long
 def test_what_is_only_asked_for_a_plan_looks_for_no_budget(
     weights: Any, monkeypatch: pytest.MonkeyPatch
 ):

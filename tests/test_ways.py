@@ -459,6 +459,7 @@ def smoothed(transitions: Any, likelihood: Any) -> Any:
     return jax.nn.softmax(alpha + beta), pairs.sum(0)
 
 
+@pytest.mark.long
 def test_what_was_found_is_the_first_that_is_tried_with_other_results_on_the_host(
     monkeypatch: pytest.MonkeyPatch,
 ):

@@ -19,7 +19,7 @@ from jturnip.demo import peak_bytes
 
 
 sys.path.append(str(ROOT / "tests"))  # where its modules find each other
-import large_intermediates
+from tests import large_intermediates
 
 
 # By how much the long dimensions grow, so that a GPU has some milliseconds of work; what

@@ -395,13 +395,14 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...]]] = {
     ),
     "states row by row": (states_row_by_row, (numbers(16, 2048), numbers(16, 16) / 4)),
 }
+SLOW = ("its gradients", "a mixture of experts")
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.slow] if name == "its gradients" else [])
+        pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else [])
         for name in FUNCTIONS
     ],
 )

@@ -324,7 +324,8 @@ def test_a_model_that_samples_reads_its_weights_once_in_each_iteration():
     stack = list(weights(16))
     tokens, length = np.arange(8, dtype=np.float32), 100
     gpu_bytes = 10 * LAYER
-    link = jturnip.SimulatedLink(5e7, 5e7)
+    # So slow that what tasks take does not matter, whatever else the machine does.
+    link = jturnip.SimulatedLink(2e7, 2e7)
     f = jturnip.jit(sampled, gpu_bytes, static_argnums=2, link=link)
     wanted = jax.jit(sampled, static_argnums=2)(stack, tokens, length)
     assert_same(f(jturnip.host(stack), tokens, length), wanted)

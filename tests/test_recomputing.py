@@ -309,7 +309,7 @@ def test_what_may_be_another_the_next_time_runs_once(fn: Any):
     )
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_least_where_the_host_has_little_memory(
     without_blocks: None, monkeypatch: pytest.MonkeyPatch
 ):

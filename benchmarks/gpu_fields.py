@@ -8,13 +8,20 @@ import functools
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import numpy as np
 
 import jturnip
-from benchmarks.measure import ROOT, Figure, in_turn, ratios, seconds_of
+from benchmarks.measure import (
+    ROOT,
+    Figure,
+    difference,
+    in_turn,
+    peak_in_use,
+    ratios,
+    seconds_of,
+)
 from jturnip.demo import peak_bytes
 
 
@@ -56,7 +63,7 @@ def field(name: str, times: int) -> Iterator[Figure]:
     peak = peak_bytes(stock.lower(*args).compile())
     ours = jturnip.jit(case.fn, peak // 4)
     hosted = jturnip.host(args)
-    before = _peak_in_use()
+    before = peak_in_use()
     begin = time.perf_counter()
     try:
         found = jax.device_get(ours(*hosted))
@@ -65,12 +72,11 @@ def field(name: str, times: int) -> Iterator[Figure]:
         return
     first = time.perf_counter() - begin
     call = functools.partial(ours, *hosted)
-    again = [seconds_of(call) for _ in range(2)]
-    used, report = _peak_in_use(), ours.last_run
+    second = seconds_of(call)
+    used, report = peak_in_use(), ours.last_run
     here = jax.device_put(args)
-    yield Figure(
-        "differs from jax.jit by", (_apart(found, stock(*here)),), "", _AGREE_WITHIN
-    )
+    apart = difference(found, stock(*here))
+    yield Figure("differs from jax.jit by", (apart,), "", _AGREE_WITHIN)
     if used is not None and before is not None and used > before:
         yield Figure("peak_bytes_in_use / gpu_bytes", (used / (peak // 4),), "", 1.0)
     ways = [functools.partial(seconds_of, way) for way in (call, lambda: stock(*here))]
@@ -79,7 +85,7 @@ def field(name: str, times: int) -> Iterator[Figure]:
     more = {
         "jax.jit, ms": float(np.median([row[1] for row in taken])) * 1e3,
         "first, s": first,
-        "second, s": again[0],
+        "second, s": second,
         "peak, MiB": peak / 2**20,
         "arguments, MiB": nbytes / 2**20,
         "computing, ms": report.compute_seconds * 1e3,
@@ -91,18 +97,3 @@ def field(name: str, times: int) -> Iterator[Figure]:
     yield Figure(
         "over jax.jit with its arguments on the device", ratios(taken), "", None, {**more}
     )
-
-
-def _apart(found: Any, expected: Any) -> float:
-    """The largest difference, over the largest number of its array."""
-    worst = 0.0
-    for one, two in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        one, two = np.asarray(one, np.float64), np.asarray(two, np.float64)
-        size = max(float(np.max(np.abs(two), initial=0.0)), 1e-30)
-        worst = max(worst, float(np.max(np.abs(one - two), initial=0.0)) / size)
-    return worst
-
-
-def _peak_in_use() -> int | None:
-    stats = jax.devices()[0].memory_stats()
-    return stats.get("peak_bytes_in_use") if stats else None

@@ -5,7 +5,6 @@ runs before anything else has used the device, since its peak cannot be reset.
 """
 
 import functools
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,15 @@ import numpy as np
 
 import jturnip
 from benchmarks import inside, kernels, steps
-from benchmarks.measure import Figure, column, in_turn, ratios, seconds_of
+from benchmarks.measure import (
+    Figure,
+    column,
+    difference,
+    in_turn,
+    peak_in_use,
+    ratios,
+    seconds_of,
+)
 from jturnip.demo import peak_bytes
 from jturnip.models import llama, pair
 from jturnip.planner.figures import plans_of_tasks
@@ -76,7 +83,7 @@ def baseline(p: Problem, repeats: int, leave: Callable[[dict[str, Any]], None]) 
     first = _Runner(p, stock, steps.on_device)
     seen = [first.seen() for _ in range(2)]
     seconds = tuple(first.seconds() for _ in range(repeats))
-    needed, used = peak_bytes(stock), _peak_in_use()
+    needed, used = peak_bytes(stock), peak_in_use()
     # The allocator's granule makes of XLA's own figure a little more.
     leave(
         {
@@ -150,13 +157,15 @@ def budgeted(
             f"the budget that the refusal named, {gpu_bytes}, is refused too"
         )
     runner.call = step
-    after_compiling = _peak_in_use()
+    after_compiling = peak_in_use()
     seen = [runner.seen() for _ in range(2)]
     yield Figure("to the second result", (time.perf_counter() - begin,), "s")
     seconds = tuple(runner.seconds() for _ in range(repeats))
-    report, used = step.last_run, _peak_in_use()
+    report, used = step.last_run, peak_in_use()
     yield from _memory(gpu_bytes, compiled.plan, report, used, after_compiling)
-    yield _agreement(seen, left["seen"], p.tolerance)
+    ours, theirs = ([list(map(np.asarray, run)) for run in s] for s in (seen, left["seen"]))
+    apart = difference(ours, theirs, least=1.0)
+    yield Figure("differs from jax.jit by", (apart,), "", p.tolerance)
     yield Figure(
         "seconds over jax.jit's",
         tuple(s / left["seconds"] for s in seconds),
@@ -230,17 +239,6 @@ def _of_plan(plan: Any) -> dict[str, float | str]:
     }
 
 
-def _agreement(ours: Sequence[Any], theirs: Sequence[Any], tolerance: float) -> Figure:
-    """The largest difference, over the largest number of its array."""
-    worst = 0.0
-    for mine, other in zip(ours, theirs, strict=True):
-        for one, two in zip(mine, other, strict=True):
-            size = max(1.0, float(np.max(np.abs(two), initial=0.0)))
-            apart = float(np.max(np.abs(np.asarray(one) - np.asarray(two)), initial=0.0))
-            worst = max(worst, apart / size if math.isfinite(apart) else math.inf)
-    return Figure("differs from jax.jit by", (worst,), "", tolerance)
-
-
 class _Runner:
     """Calls a function again and again; a training state is fed back."""
 
@@ -267,8 +265,3 @@ class _Runner:
             np.asarray(leaf, np.float32).ravel()[:_SEEN].tolist()
             for leaf in jax.tree.leaves(jax.device_get(some))
         ]
-
-
-def _peak_in_use() -> int | None:
-    stats = jax.devices()[0].memory_stats()
-    return stats.get("peak_bytes_in_use") if stats else None

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import numpy as np
 
 from jturnip.native import marks
 
@@ -129,6 +130,28 @@ def ratios(pairs: Iterable[Sequence[float]]) -> tuple[float, ...]:
 
 def column(rows: Iterable[Sequence[float]], at: int) -> tuple[float, ...]:
     return tuple(row[at] for row in rows)
+
+
+# -- results and memory ----------------------------------------------------------------
+
+
+def difference(found: Any, expected: Any, least: float = 1e-30) -> float:
+    """Of two trees of numbers, the largest difference over the largest number of its
+    array, or over `least` where that is more; infinite where one is no number."""
+    worst = 0.0
+    for one, two in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        one, two = np.asarray(one, np.float64), np.asarray(two, np.float64)
+        size = max(least, float(np.max(np.abs(two), initial=0.0)))
+        apart = float(np.max(np.abs(one - two), initial=0.0)) / size
+        worst = max(worst, apart if math.isfinite(apart) else math.inf)
+    return worst
+
+
+def peak_in_use() -> int | None:
+    """The most bytes of the device that were in use in this process; None where the
+    allocator gives no figures."""
+    stats = jax.devices()[0].memory_stats()
+    return stats.get("peak_bytes_in_use") if stats else None
 
 
 # -- showing ---------------------------------------------------------------------------

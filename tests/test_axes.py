@@ -764,7 +764,6 @@ def test_series_hold_more_than_they_give():
     assert f.last_run.peak_bytes <= gpu_bytes
 
 
-@pytest.mark.long
 def test_gamma_variates_are_made_for_some_rows_at_a_time():
     """Each of a key of its own, which is made of its position."""
     fn = lambda a: jax.random.gamma(jax.random.key(3), a)
@@ -959,7 +958,6 @@ def test_blocks_are_taken_where_parts_would_be_moved_often():
     assert f.last_run.h2d_bytes + f.last_run.d2h_bytes < 2 * links.nbytes
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("kind", [sparse.BCOO, sparse.BCSR])
 def test_sparse_matrices_are_cut(kind):
     rng = np.random.default_rng(0)

@@ -10,9 +10,20 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
-from benchmarks import gpu_models, gpu_probes, layers, link, measure, planning, steps
+from benchmarks import (
+    gpu_fields,
+    gpu_models,
+    gpu_probes,
+    kernels,
+    layers,
+    link,
+    measure,
+    planning,
+    steps,
+)
 from benchmarks.graphs import total_bytes, training_graph
 from benchmarks.measure import Figure
 from jturnip.models import llama
@@ -120,7 +131,9 @@ def test_layers():
     assert later.samples
 
 
-@pytest.mark.parametrize("name", ["link", "sync_rule", "completion", "aliasing"])
+@pytest.mark.parametrize(
+    "name", ["link", "sync_rule", "completion", "aliasing", "host_parts"]
+)
 def test_gpu_probe(name: str):
     scale = dataclasses.replace(gpu_probes.TINY, repeats=1, kernel_seconds=0.0)
     assert all(figure.samples for figure in gpu_probes.PROBES[name](scale))
@@ -163,3 +176,20 @@ def test_the_gpu_program_writes_what_it_has_when_time_runs_out(tmp_path: pathlib
     assert sections
     assert all("no time left" in each["error"] for each in sections.values())
     assert "skipped" in shown
+
+
+def test_a_difference_is_one_over_the_largest_number_of_its_array():
+    found, expected = [np.array([1.0, 9.0])], [np.array([2.0, 10.0])]
+    assert measure.difference(found, expected) == 0.1
+    assert measure.difference(found, expected, least=20.0) == 0.05
+    assert measure.difference([np.zeros(0), np.zeros(2)], [np.zeros(0), np.zeros(2)]) == 0.0
+    assert measure.difference([np.array([np.nan])], [np.ones(1)]) == math.inf
+
+
+def test_a_function_of_another_field_agrees_with_stock_jit():
+    figures = {f.name: f for f in gpu_fields.field("causal attention", 1)}
+    assert figures["differs from jax.jit by"].verdict == "pass"
+
+
+def test_on_a_cpu_no_kernels_are_seen():
+    assert kernels.kernels_of(lambda: jax.numpy.ones(8)) is None

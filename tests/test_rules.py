@@ -330,7 +330,6 @@ POSITIONAL: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("name", POSITIONAL)
 def test_parts_have_their_positions(name: str):
     """What a single position does not show."""
@@ -386,7 +385,6 @@ def random(*shape: int) -> np.ndarray[Any, Any]:
     return np.random.default_rng(0).normal(size=shape).astype(np.float32)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("typed", [False, True])
 def test_parts_of_scans(typed: bool):
     seeds = np.arange(480, dtype=np.uint32)

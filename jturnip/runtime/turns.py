@@ -98,10 +98,9 @@ class Turn:
 
     def copied(self, nbytes: int, results: Sequence[Any]) -> None:
         """A call that copied arguments takes `nbytes` until these results are ready."""
-        arrays = [result for result in results if isinstance(result, jax.Array)]
-        cell = list(arrays)
+        cell = [result for result in results if isinstance(result, jax.Array)]
         self._under_way.append((nbytes, cell))
-        waiters.submit(waiters.Job(arrays, lambda error, ready: cell.clear()))
+        waiters.submit(waiters.Job(cell, lambda error, ready: cell.clear()))
 
     def leave(self, sources: Collection[Source] = (), room: int = 0) -> None:
         """Lets what is kept on the device between runs leave, if nothing runs: but copies

@@ -137,7 +137,7 @@ def test_a_loop_that_is_in_the_way_is_compiled_once(monkeypatch: pytest.MonkeyPa
 
     def fn(x: Any, w: Any) -> Any:
         def body(c: Any, _: Any) -> Any:
-            return jnp.sort(jnp.sort(c * 1.01, 0), 1) @ jnp.flip(c), None
+            return jnp.sort(jnp.sort(c * 1.01, 0), 1) @ jnp.linalg.qr(c)[0], None
 
         c, _ = jax.lax.scan(body, x, None, length=3)
         return c.sum(), jnp.tanh(w[:, None] * w[None] + c[0, 0]) @ w

@@ -19,14 +19,7 @@ from typing import Any
 from jturnip.frontend import parts
 from jturnip.frontend.anew import Large, made_anew
 from jturnip.frontend.axes import Known, rules
-from jturnip.frontend.choosing import (
-    Room,
-    Search,
-    Where as Where,
-    cut_once,
-    nbytes_of,
-    touched,
-)
+from jturnip.frontend.choosing import Room, Search, Where as Where, cut_once
 from jturnip.frontend.costs import DeviceRates, slow_in_loops
 from jturnip.frontend.effort import Effort
 from jturnip.frontend.materializing import Again
@@ -35,7 +28,14 @@ from jturnip.frontend.rules import Rule
 from jturnip.frontend.running import rows_as_blocks
 from jturnip.frontend.shifting import shifted
 from jturnip.frontend.slices import sliced_on_host
-from jturnip.frontend.values import Constant, Equation, FlatJaxpr
+from jturnip.frontend.tiling import in_tiles
+from jturnip.frontend.values import (
+    Constant,
+    Equation,
+    FlatJaxpr,
+    nbytes_of,
+    touched,
+)
 from jturnip.units import format_bytes
 
 
@@ -86,6 +86,8 @@ class Ways:
     anew: bool = False
     again: Again | None = None
     keeps: bool = False
+    # Whether windows slide over tiles that overlap: what is between does not move.
+    in_tiles: bool = False
 
 
 def _tries(keep: bool) -> Iterator[tuple[int, float, int, bool, bool, float]]:
@@ -130,8 +132,18 @@ def cut_along_axes(
     effort = effort or Effort()
     arena -= nbytes_of(flat, where.staying)
     known = Known()
-    flat = sliced_on_host(rows_as_blocks(repeated(flat, arena), arena), where.hosted)
-    if arena <= 0 or not _may_be_cut(flat, arena, where, known):
+    if arena <= 0:
+        return
+    flat = rows_as_blocks(repeated(flat, arena), arena)
+    for ways in ways_in_tiles(flat, where, arena, known):
+        yield ways
+        # What is left over may be cut as well.
+        if not _fits(ways.cut[0], arena, where):
+            yield from _in_some_ways(
+                ways.cut[0], where, arena, rates, platform, known, effort, keep
+            )
+    flat = sliced_on_host(flat, where.hosted)
+    if not _may_be_cut(flat, arena, where, known):
         return
     large = large_for(arena, rates, seconds_per_byte)
     doubtful: list[Ways] = []
@@ -146,6 +158,16 @@ def cut_along_axes(
             else:
                 doubtful.append(dataclasses.replace(ways, doubtful=True))
     yield from doubtful
+
+
+def ways_in_tiles(
+    flat: FlatJaxpr, where: Where, arena: int, known: Known
+) -> Iterator[Ways]:
+    """The function with what windows slide over in tiles, if there is anything."""
+    # A tile reads what it needs of an array once, whatever parts that is put together of.
+    flat = sliced_on_host(flat, where.hosted, overlapping=False)
+    for cut in in_tiles(flat, where, arena, known):
+        yield Ways((cut,), in_tiles=True)
 
 
 def _written_otherwise(
@@ -361,6 +383,11 @@ def _joins_too_much(flat: FlatJaxpr, arena: int) -> bool:
         e.ours and e.name == "concatenate" and nbytes_of(flat, touched(e)) > arena
         for e in flat.equations
     )
+
+
+def _fits(flat: FlatJaxpr, arena: int, where: Where) -> bool:
+    """Whether what each equation reads and writes, beside what stays, fits."""
+    return all(nbytes_of(flat, touched(e) - where.staying) <= arena for e in flat.equations)
 
 
 def _may_fit(flat: FlatJaxpr, arena: int, where: Where) -> bool:

@@ -14,12 +14,19 @@ from typing import Any, TypeAlias
 import jax
 
 from jturnip.errors import UnsupportedError
-from jturnip.frontend.choosing import Room, Search, Where, cut_once, nbytes_of
+from jturnip.frontend.choosing import Room, Search, Where, cut_once
 from jturnip.frontend.costs import DeviceRates, slow_in_loops
 from jturnip.frontend.loops import LOOPS, loop_counts
 from jturnip.frontend.shifting import shifted
 from jturnip.frontend.streaming import Seen
-from jturnip.frontend.values import Equation, FlatJaxpr, bind, carry_out, read_by
+from jturnip.frontend.values import (
+    Equation,
+    FlatJaxpr,
+    bind,
+    carry_out,
+    nbytes_of,
+    read_by,
+)
 
 
 # What is tried: as for so many times less than there is, with XLA holding so much of a

@@ -9,13 +9,12 @@ import dataclasses
 import functools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeGuard
+from typing import Any, TypeAlias, TypeGuard
 
 from jturnip.frontend import costs, parts
 from jturnip.frontend.axes import Known, rules
 from jturnip.frontend.cutting import (
     Blocks,
-    Cutting,
     Tasks,
     one_after_the_other,
     with_cuttings,
@@ -30,8 +29,12 @@ from jturnip.frontend.materializing import (
 )
 from jturnip.frontend.sets import Joined
 from jturnip.frontend.stretches import Stretch, Stretches
-from jturnip.frontend.values import Constant, Equation, FlatJaxpr, read_by
-from jturnip.units import padded
+from jturnip.frontend.values import (
+    Constant,
+    FlatJaxpr,
+    nbytes_of,
+    touched,
+)
 
 
 # What is between stretches stays in parts from this share of the budget on.
@@ -79,6 +82,9 @@ _SEEDS = 3
 # Of more equations than so many, each once for every loop, it is not looked at what each
 # loop holds, but at what all hold together.
 _MOST_PASSED = 100_000
+
+
+_Cutting: TypeAlias = Blocks | Tasks
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,13 +284,13 @@ def _cut_anew(
     return dataclasses.replace(found, materialized=materialized)
 
 
-def _makes_again(cutting: Cutting) -> TypeGuard[Blocks]:
+def _makes_again(cutting: _Cutting) -> TypeGuard[Blocks]:
     """Whether a later loop over blocks makes anew what an earlier one made."""
     return isinstance(cutting, Blocks) and cutting.stretch.loops > 1
 
 
 def _with_cuttings(
-    stretches: Stretches, cuttings: Sequence[Cutting], search: Search
+    stretches: Stretches, cuttings: Sequence[_Cutting], search: Search
 ) -> tuple[FlatJaxpr, tuple[Any, ...]]:
     """A function with these cuttings, and what is cut how."""
     how = tuple(c.key for c in cuttings)
@@ -294,7 +300,7 @@ def _with_cuttings(
     return search.cut[key], how
 
 
-def _materializing(flat: FlatJaxpr, room: Room, cutting: Cutting) -> Cutting:
+def _materializing(flat: FlatJaxpr, room: Room, cutting: _Cutting) -> _Cutting:
     """The same in smaller blocks, with values written down that its loops make anew, if
     there is room for them and that is expected to be faster."""
     if not isinstance(cutting, Blocks) or not _makes_again(cutting):
@@ -329,7 +335,7 @@ class _Choice:
         self._room = room
         self._tasks = tasks
         self._hosted = room.where.hosted.union(s.value for s in stretches.flat.slices)
-        self.cuttings: list[Cutting] = []
+        self.cuttings: list[_Cutting] = []
         self.taken: set[int] = set()
         # Value that stays in parts → the dimension, and how many positions a part has.
         self._apart: dict[int, tuple[int, int]] = {}
@@ -487,7 +493,7 @@ class _Choice:
         )
 
     def _take_best(
-        self, members: Sequence[int], found: Sequence[tuple[Cutting | None, int]]
+        self, members: Sequence[int], found: Sequence[tuple[_Cutting | None, int]]
     ) -> bool:
         """Takes the cheapest of some cuttings, each with the dimension it begins with;
         whether there is one."""
@@ -527,7 +533,7 @@ class _Choice:
                 grids.setdefault(v, set()).add((dim, size))
         return grids
 
-    def _cutting(self, stretch: Stretch) -> Cutting | None:
+    def _cutting(self, stretch: Stretch) -> _Cutting | None:
         if self._tasks:
             return _into_tasks(
                 self._stretches, self._hosted, self._room, stretch, self._search
@@ -542,7 +548,7 @@ class _Choice:
         return cutting is not None and cutting.nbytes <= self._room.arena
 
     def _cost(
-        self, members: Sequence[int], cutting: Cutting, dim: int, keeps: bool
+        self, members: Sequence[int], cutting: _Cutting, dim: int, keeps: bool
     ) -> tuple[Any, ...]:
         """What may fit is best, then what is not computed twice, then what leaves little
         uncut, or in other parts than its neighbours, then few tasks that need little, then
@@ -582,11 +588,6 @@ class _Choice:
         # Windows slide over a value that is whole: what is cut begins with their results.
         slid = self._stretches.slid(members)
         return list(dict.fromkeys([*seeds, *slid]))
-
-
-def nbytes_of(flat: FlatJaxpr, values: Collection[int]) -> int:
-    """Bytes that some values take on the device."""
-    return sum(padded(flat.types[v].nbytes) for v in values)
 
 
 def _held(stretch: Stretch, room: Room) -> set[int]:
@@ -796,8 +797,3 @@ def _size(length: int, wanted: int, times: float) -> int:
             return length // count
     size = -(-length // wanted)
     return size - size % _ALIGNED if size >= 4 * _ALIGNED else size
-
-
-def touched(e: Equation) -> set[int]:
-    """What an equation reads and writes."""
-    return {*read_by(e), *e.outputs}

@@ -7,16 +7,18 @@ not; results are put together, or left in parts.
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
 from jturnip.frontend import parts, stacks
 from jturnip.frontend.materializing import NOTHING, Materialized
 from jturnip.frontend.rules import SAME
+from jturnip.frontend.sliding import Axis, Extent
 from jturnip.frontend.stretches import Stretch, Stretches
+from jturnip.frontend.tiles import Step, Tile, Tiles
 from jturnip.frontend.values import (
     Constant,
     Equation,
@@ -89,7 +91,8 @@ class Tasks:
         )
 
 
-Cutting: TypeAlias = Blocks | Tasks
+Cutting: TypeAlias = Blocks | Tasks | Tiles
+Some = TypeVar("Some", bound=Cutting)
 
 
 def with_cuttings(stretches: Stretches, cuttings: Sequence[Cutting]) -> FlatJaxpr:
@@ -98,7 +101,7 @@ def with_cuttings(stretches: Stretches, cuttings: Sequence[Cutting]) -> FlatJaxp
     return _New(stretches, cuttings).result()
 
 
-def one_after_the_other(stretches: Stretches, cuttings: Sequence[Cutting]) -> list[Cutting]:
+def one_after_the_other(stretches: Stretches, cuttings: Sequence[Some]) -> list[Some]:
     """Those that can be done one after the other. Each of two may need what is made in the
     other: of such, later ones are left out."""
     left = list(cuttings)
@@ -193,7 +196,10 @@ class _New:
             waiting.append(cutting)
         elif cutting is not None:
             self._make_apart_anew(cutting)
-            self._in_blocks(cutting)
+            if isinstance(cutting, Tiles):
+                self._in_tiles(cutting)
+            else:
+                self._in_blocks(cutting)
         else:
             e = self._flat.equations[i]
             if self._apart.keys().isdisjoint(e.outputs):
@@ -277,7 +283,9 @@ class _New:
         for cutting, of in zip(abreast, made, strict=True):
             for v in cutting.stretch.leaving:
                 if v in cutting.stretch.dims:
-                    self._put_together(cutting, v, {low: of[low][v] for low in lows})
+                    scale = cutting.stretch.scale(flat, v, cutting.stretch.dims[v])
+                    parts_of_it = {low * scale: of[low][v] for low in lows}
+                    self._put_together(cutting, v, parts_of_it)
 
     def _there_and_back(self, cutting: Tasks) -> Sequence[int]:
         """The order in which parts are read: where the same were read just before, the last
@@ -288,14 +296,16 @@ class _New:
         lows = _lows(cutting)
         return lows[::-1] if again and not backwards else lows
 
-    def _put_together(self, cutting: Tasks, v: int, parts: Mapping[int, int]) -> None:
-        stretch, dim, values = cutting.stretch, cutting.stretch.dims[v], [*parts.values()]
+    def _put_together(
+        self, cutting: Tasks | Tiles, v: int, parts: Mapping[int, int]
+    ) -> None:
+        """Puts together the parts of a value, each with its first position."""
+        dim, values = cutting.stretch.dims[v], [*parts.values()]
         if v in cutting.left_in_parts or v in cutting.apart:
             made = Parts.along(dim, values, self._types, self._types[v])
             self._outputs = [_with_parts(o, v, made) for o in self._outputs]
         if v in cutting.apart:
-            scale = stretch.scale(self._flat, v, dim)
-            self._apart[v] = dim, {low * scale: part for low, part in parts.items()}
+            self._apart[v] = dim, dict(parts)
         elif v not in cutting.left_in_parts:
             self._joined(values, dim, v)
 
@@ -342,7 +352,7 @@ class _New:
         return value
 
     def _combined(
-        self, cutting: Tasks, v: int, sofar: int | None, part: int, last: bool
+        self, cutting: Tasks | Tiles, v: int, sofar: int | None, part: int, last: bool
     ) -> int:
         if sofar is None:
             return part
@@ -404,6 +414,108 @@ class _New:
             of_part.update(zip(e.outputs, outputs, strict=True))
         return of_part
 
+    def _in_tiles(self, cutting: Tiles) -> None:
+        """Adds the tiles of a stretch, once for each of its loops."""
+        flat, stretch = self._flat, cutting.stretch
+        made: dict[int, dict[int, int]] = {}
+        for each in stretch.passes(flat):
+            for i in each.once:
+                self._whole(read_by(flat.equations[i]))
+                self._equations.append(flat.equations[i])
+            sofar: dict[int, int] = {}
+            for number in range(cutting.count):
+                tile = cutting.tile(flat, each.wanted, number)
+                for v, part in self._tile(cutting, tile).items():
+                    extent = tile.wanted[v]
+                    if extent is None:
+                        last = number == cutting.last(flat, v)
+                        sofar[v] = self._combined(cutting, v, sofar.get(v), part, last)
+                    else:
+                        made.setdefault(v, {})[extent.low] = part
+        for v in stretch.leaving:
+            if v in stretch.dims:
+                self._put_together(cutting, v, made[v])
+
+    def _tile(self, cutting: Tiles, tile: Tile) -> dict[int, int]:
+        """Adds the equations of a tile; returns its part of what is wanted."""
+        there = _There(tile)
+        sums: dict[int, int] = {}
+        for step in tile.steps:
+            axis = cutting.axes[step.equation]
+            inputs = [
+                self._read(cutting, there, v, extent)
+                for v, extent in zip(axis.equation.inputs, step.reads, strict=True)
+                if extent is None or extent.length
+            ]
+            outputs = self._step(axis, step, inputs, tile.wanted)
+            results = zip(axis.equation.outputs, step.writes, outputs, strict=True)
+            for v, extent, value in results:
+                if extent is None:
+                    sums[v] = value
+                else:
+                    there.add(v, extent, value)
+        return {
+            v: sums[v] if extent is None else self._found(there, v, extent)
+            for v, extent in tile.wanted.items()
+        }
+
+    def _read(
+        self, cutting: Tiles, there: "_There", v: int | Constant, extent: Extent | None
+    ) -> int | Constant:
+        """What a step of a tile reads."""
+        if isinstance(v, Constant):
+            return v
+        if extent is None:
+            self._whole([v])
+            return v
+        make = self._window if v in cutting.sliced else self._part_of
+        for each in there.to_be_read(v, extent.dim):
+            there.add(v, each, make(v, each.dim, each.low, each.length))
+        return self._found(there, v, extent)
+
+    def _found(self, there: "_There", v: int, extent: Extent) -> int:
+        """Some positions of a value, of the part of it that has them."""
+        around, part = there.around(v, extent)
+        if around == extent:
+            return part
+        low, high = extent.low - around.low, extent.high - around.low
+        key = part, extent.dim, low, high
+        if key not in there.cut:
+            # The same of all parts, so that their tasks are one.
+            closed = stacks.cutting_at(self._types[part], extent.dim, low, high)
+            value = self._value(Type.of(closed.jaxpr.outvars[0].aval))
+            self._ours(closed, (part,), (value,), ())
+            there.cut[key] = value
+        return there.cut[key]
+
+    def _step(
+        self,
+        axis: Axis,
+        step: Step,
+        inputs: Sequence[int | Constant],
+        wanted: Collection[int],
+    ) -> list[int]:
+        """Adds an equation for some positions along its axis; returns what it writes."""
+        e = axis.equation
+        if e.name == "concatenate" and len(inputs) == 1 and e.outputs[0] not in wanted:
+            (piece,) = inputs
+            assert not isinstance(piece, Constant)
+            return [piece]  # nothing is put together
+        types = [v.type if isinstance(v, Constant) else self._types[v] for v in inputs]
+        shapes = [
+            t.shape if extent is None else t.part(extent.dim, extent.length).shape
+            for t, extent in zip(axis.results, step.writes, strict=True)
+        ]
+        along = axis.along(*step.span)
+        key = (id(e.origin), axis.label, along, tuple(types), tuple(shapes))
+        if key not in self._known:
+            self._known[key] = axis.on_part(types, shapes, along)
+        closed, by_position = self._known[key]
+        outputs = [self._value(Type.of(v.aval)) for v in closed.jaxpr.outvars]
+        first = (Constant.position(step.span[0]),) if by_position else ()
+        self._ours(closed, (*first, *inputs), outputs, e.within)
+        return outputs
+
     def _window(self, v: int, dim: int, low: int, length: int) -> int:
         """The part of an array in host memory that a task reads."""
         whole = Slice(v, v, Window.of(self._types[v].shape))
@@ -440,6 +552,32 @@ class _New:
             written = tuple(values[v] for v in eqn.outvars)
             assert all(isinstance(v, int) for v in written)
             self._equations.append(Equation(eqn, read, written, calls, ours=True))  # pyright: ignore[reportArgumentType]
+
+
+class _There:
+    """What there is of each value while a tile is made."""
+
+    def __init__(self, tile: Tile):
+        self._read = dict(tile.read)
+        self._parts: dict[tuple[int, int], list[tuple[Extent, int]]] = {}
+        # What was cut out of some part.
+        self.cut: dict[tuple[int, int, int, int], int] = {}
+
+    def to_be_read(self, v: int, dim: int) -> list[Extent]:
+        """What is read of what was there before the tile; asked the first time only."""
+        return [Extent(dim, *span) for span in self._read.pop((v, dim), ())]
+
+    def add(self, v: int, extent: Extent, part: int) -> None:
+        """There is this part of a value."""
+        self._parts.setdefault((v, extent.dim), []).append((extent, part))
+
+    def around(self, v: int, extent: Extent) -> tuple[Extent, int]:
+        """A part of a value in which some positions are."""
+        return next(
+            (each, part)
+            for each, part in self._parts[v, extent.dim]
+            if each.low <= extent.low and extent.high <= each.high
+        )
 
 
 def _joined_before(flat: FlatJaxpr) -> Iterator[tuple[int, tuple[int, dict[int, int]]]]:

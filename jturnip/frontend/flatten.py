@@ -3,6 +3,7 @@
 | pass | what it does |
 | --- | --- |
 | `inline` | calls inlined, references drawn together |
+| `unrolling` | (within that) several iterations of a stencil's loop in one |
 | `merging.merged` | (within that) what is computed twice, once |
 | `streaming.streamed` | what does not fit in parts along its rows: scans, host arrays |
 | `tables.rows_by_host` | (within that) rows of tables in host memory, read by the host |
@@ -13,9 +14,9 @@
 | `results.live` | without what nobody needs |
 
 What still does not fit is cut along any axis by `blocks.cut_along_axes`, another pass of
-the same kind, and loops whose arguments fit get bodies in blocks by
-`bodies.with_bodies_in_blocks`. Then `partition.py` orders equations and draws them together
-into tasks.
+the same kind, in tiles first where windows slide over it (`tiling.in_tiles`), and loops
+whose arguments fit get bodies in blocks by `bodies.with_bodies_in_blocks`. Then
+`partition.py` orders equations and draws them together into tasks.
 """
 
 from typing import Any

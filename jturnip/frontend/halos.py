@@ -16,7 +16,7 @@ from jturnip.frontend.values import Constant, Equation, Type
 
 
 # Windows over their only operand, whose numbers they reduce.
-_POOLS = frozenset("reduce_window_sum reduce_window_max reduce_window_min".split())
+POOLS = frozenset("reduce_window_sum reduce_window_max reduce_window_min".split())
 # An array of one example of something with channels has so many dimensions.
 _OF_IMAGES = 3
 
@@ -121,7 +121,7 @@ def _windows(e: Equation, read: Sequence[Type]) -> Iterator[_Window]:
                 padding=params["padding"][at],
                 dilation=params["lhs_dilation"][at],
             )
-    elif e.name in _POOLS:
+    elif e.name in POOLS:
         lengths = params["window_dimensions"]
         of_one = read[0].shape[0] == 1 or lengths[0] > 1
         for dim, length in enumerate(lengths):

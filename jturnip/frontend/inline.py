@@ -9,7 +9,7 @@ no function of arrays on one device is refused here, with the user's line.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,7 @@ def inline(
     condition: Condition | None = None,
     platform: str = "",
     largest_fft: float = math.inf,
+    instead: Callable[[Any], Any | None] = lambda eqn: None,
 ) -> FlatJaxpr:
     """A function without calls in it. A result may be an argument, or come twice.
 
@@ -48,13 +49,14 @@ def inline(
         where it is empty.
       largest_fft: Fourier transforms over several dimensions that give more bytes are
         done one dimension after the other.
+      instead: gives a jaxpr to be inlined instead of an equation, or None.
 
     Raises:
       UnsupportedError: for values that are no arrays, or are put on another device; it
         names the primitive and the user's line.
     """
     _check_arguments(closed)
-    inliner = _Inliner(platform, largest_fft)
+    inliner = _Inliner(platform, largest_fft, instead)
     builder = inliner.builder
     inputs = [builder.value(Type.of(aval)) for aval in argument_avals(closed, condition)]
     before = condition.constants if condition else 0
@@ -90,8 +92,11 @@ def pruned_arguments(closed: Any) -> frozenset[int]:
 class _Inliner:
     """Follows a jaxpr, and those that it calls."""
 
-    def __init__(self, platform: str, largest_fft: float) -> None:
+    def __init__(
+        self, platform: str, largest_fft: float, instead: Callable[[Any], Any | None]
+    ) -> None:
         self.builder = Builder()
+        self._instead = instead
         self._platform = platform
         self._largest_fft = largest_fft
         self._counts = Counts()
@@ -136,6 +141,7 @@ class _Inliner:
             return self._solved(eqn, operands, calls)
         _check(eqn, calls)
         expanded = compat.expanded(eqn) or ffts.one_by_one(eqn, self._largest_fft)
+        expanded = expanded or self._instead(eqn)
         if expanded is not None:
             return self.call(expanded, operands, (*calls, eqn))
         chosen = self._chosen(eqn)

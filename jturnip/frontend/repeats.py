@@ -6,7 +6,6 @@ on nothing, they are known here, and what is read again and again is spread inst
 can be done in parts. The gradients add up what was spread.
 """
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,16 +13,13 @@ import jax
 import numpy as np
 from jax import lax
 
-from jturnip.frontend.hints import CALLS_OUT, nested
+from jturnip.frontend.known import known
 from jturnip.frontend.results import with_others
-from jturnip.frontend.values import Atom, Constant, Equation, FlatJaxpr, carry_out, read_by
+from jturnip.frontend.values import Atom, Equation, FlatJaxpr
 
 
 # What takes less than this share of what there is stays as it is.
 _LARGE = 1 / 16
-# The numbers of more rows than so many, or made by more equations, are not looked at.
-_MOST_ROWS = 1 << 20
-_MOST_EQUATIONS = 32
 
 
 def repeated(flat: FlatJaxpr, arena: int) -> FlatJaxpr:
@@ -72,8 +68,8 @@ def _instead(
     if tuple(others) != tuple(d for d in range(len(few.shape)) if d != dim):
         return None
     wanted = np.repeat(np.arange(few.shape[dim]), times)
-    known = _known(e.inputs[1], flat, written)
-    if known is None or not np.array_equal(known, wanted[:, None]):
+    read_rows = known(e.inputs[1], flat, written)
+    if read_rows is None or not np.array_equal(read_rows, wanted[:, None]):
         return None
     shape = (*few.shape[: dim + 1], times, *few.shape[dim + 1 :])
     if e.name == "gather":
@@ -87,38 +83,3 @@ def _instead(
 
     both = few.struct(), many.struct()
     return (e.inputs[0], e.inputs[2]), jax.make_jaxpr(summed)(*both)
-
-
-def _is_plain(e: Equation) -> bool:
-    """Whether an equation calls nobody, and surely ends."""
-    calls = e.name in CALLS_OUT or any(True for _ in nested(e.origin))
-    return not (calls or e.effects or e.origin.effects)
-
-
-def _known(
-    value: Atom, flat: FlatJaxpr, written: Mapping[int, Equation]
-) -> np.ndarray | None:
-    """What a value is, if it depends on nothing and is soon made."""
-    if isinstance(value, Constant):
-        return np.asarray(value.value)
-    if math.prod(flat.types[value].shape) > _MOST_ROWS:
-        return None
-    steps: dict[int, Equation] = {}
-    agenda = [value]
-    while agenda:
-        e = written.get(agenda.pop())
-        if e is None or not _is_plain(e) or len(steps) == _MOST_EQUATIONS:
-            return None
-        if id(e) not in steps:
-            steps[id(e)] = e
-            agenda += read_by(e)
-    of = {id(e): at for at, e in enumerate(flat.equations)}
-    ordered = sorted(steps.values(), key=lambda e: of[id(e)])
-
-    def made() -> Any:
-        values: dict[int, Any] = {}
-        carry_out(ordered, values)
-        return values[value]
-
-    with jax.ensure_compile_time_eval():
-        return np.asarray(jax.jit(made)())

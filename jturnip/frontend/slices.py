@@ -5,18 +5,22 @@ to be sliced there.
 """
 
 import dataclasses
-from collections.abc import Collection
+import itertools
+from collections.abc import Collection, Mapping
 
 from jturnip.frontend.values import Constant, Equation, FlatJaxpr, Slice, Window, read_by
 
 
-def sliced_on_host(flat: FlatJaxpr, hosted: Collection[int]) -> FlatJaxpr:
+def sliced_on_host(
+    flat: FlatJaxpr, hosted: Collection[int], overlapping: bool = True
+) -> FlatJaxpr:
     """The function without the `slice` equations that take parts of arrays in host memory,
     where all that read such an array are these: the parts alone come to the device.
 
     Args:
       flat: the function.
       hosted: arguments and closed-over arrays that are in host memory.
+      overlapping: whether also where parts of one array have positions in common.
     """
     results = frozenset(flat.result_values)
     # By the number of the equation.
@@ -27,6 +31,8 @@ def sliced_on_host(flat: FlatJaxpr, hosted: Collection[int]) -> FlatJaxpr:
     }
     others = (e for i, e in enumerate(flat.equations) if i not in taken)
     sources = frozenset(hosted).difference(results, *map(read_by, others))
+    if not overlapping:
+        sources -= _read_twice(flat, taken)
     slices = {(s.source, s.window): s for s in flat.slices}
     # What a `slice` gave → the first value that is the same part.
     instead: dict[int, int] = {}
@@ -48,6 +54,19 @@ def sliced_on_host(flat: FlatJaxpr, hosted: Collection[int]) -> FlatJaxpr:
         ),
         slices=tuple(slices.values()),
     )
+
+
+def _read_twice(flat: FlatJaxpr, taken: Mapping[int, Window]) -> set[int]:
+    """Values of which some positions are in several parts; the same part is one."""
+    windows: dict[int, set[Window]] = {}
+    for i, window in taken.items():
+        (source,) = read_by(flat.equations[i])
+        windows.setdefault(source, set()).add(window)
+    return {
+        v
+        for v, of in windows.items()
+        if any(a.meets(b) for a, b in itertools.combinations(of, 2))
+    }
 
 
 def _window(e: Equation) -> Window | None:

@@ -132,7 +132,9 @@ def copying(t: Type) -> Any:
 
 @functools.lru_cache(maxsize=1024)
 def joining(parts: tuple[Type, ...], dim: int = 0) -> Any:
-    """Parts along a dimension to the whole."""
+    """Parts along a dimension to the whole; a copy of one that is all of it."""
+    if len(parts) == 1:
+        return copying(parts[0])
     join = lambda *arrays: lax.concatenate(arrays, dim)
     return jax.make_jaxpr(join)(*(t.struct() for t in parts))
 
@@ -143,6 +145,13 @@ def cutting(t: Type, dim: int, length: int) -> Any:
     since no position is negative."""
     cut = lambda array, start: lax.dynamic_slice_in_dim(array, start, length, dim)
     return jax.make_jaxpr(cut)(t.struct(), jax.ShapeDtypeStruct((), np.uint32))
+
+
+@functools.lru_cache(maxsize=1024)
+def cutting_at(t: Type, dim: int, low: int, high: int) -> Any:
+    """The whole to some positions of it along a dimension."""
+    cut = lambda array: lax.slice_in_dim(array, low, high, axis=dim)
+    return jax.make_jaxpr(cut)(t.struct())
 
 
 @functools.lru_cache(maxsize=1024)

@@ -34,6 +34,7 @@ from jturnip.frontend.results import Forwarded, may_be
 from jturnip.frontend.rules import COMBINED, SCATTERS, Along, Rule, without_halos
 from jturnip.frontend.stacks import Made, Spread, Stack, Value
 from jturnip.frontend.tables import reads_rows, rows_by_host
+from jturnip.frontend.unrolling import is_stencil, several_at_once
 from jturnip.frontend.values import (
     Atom,
     Constant,
@@ -65,19 +66,43 @@ class Seen:
     # Fourier transforms over several dimensions that give more bytes are done one dimension
     # after the other.
     largest_fft: float = math.inf
+    # Scans that carry more bytes have several iterations in one, if these are stencils.
+    largest_carried: float = math.inf
     rules: Known = field(default_factory=Known)
     # By the id of a jaxpr, with it, so that the id stays its own: it inlined.
     inlined: dict[Any, tuple[Any, FlatJaxpr]] = field(default_factory=dict)
     # By the id of an equation and more, with it: what was made of it.
     made: dict[Any, tuple[Any, Any]] = field(default_factory=dict)
+    # Jaxprs in which several iterations of a scan are one.
+    unrolled: list[Any] = field(default_factory=list)
 
     def inline(self, closed: Any, condition: Condition | None = None) -> FlatJaxpr:
         """What `inline` and `merged` make of a jaxpr."""
         key = id(closed), id(condition)
         if key not in self.inlined:
-            made = merged(inline(closed, condition, self.platform, self.largest_fft))
-            self.inlined[key] = (closed, condition), made
+            inlined = inline(
+                closed, condition, self.platform, self.largest_fft, self._unrolled
+            )
+            self.inlined[key] = (closed, condition), merged(inlined)
         return self.inlined[key][1]
+
+    def _unrolled(self, eqn: Any) -> Any | None:
+        """What is inlined instead of a scan that is a stencil."""
+        if eqn.primitive.name != "scan" or self.largest_carried == math.inf:
+            return None
+        if any(eqn is e for closed in self.unrolled for e in closed.jaxpr.eqns):
+            return None
+
+        def make() -> Any | None:
+            body = self.inline(eqn.params["jaxpr"])
+            if not is_stencil(eqn, body, self.largest_carried, self.rules):
+                return None
+            made = several_at_once(eqn, len(body.equations))
+            if made is not None:
+                self.unrolled.append(made)
+            return made
+
+        return self.once(eqn, "unrolled", make)
 
     def once(self, origin: Any, key: Any, make: Any) -> Any:
         """What is made of a jaxpr's equation; the key says what."""
@@ -91,11 +116,16 @@ class Seen:
 class Passes:
     """What is known of one function, by how it is inlined."""
 
-    _seen: dict[tuple[str, float], Seen] = field(default_factory=dict)
+    _seen: dict[tuple[str, float, float], Seen] = field(default_factory=dict)
 
-    def seen(self, platform: str, largest_fft: float = math.inf) -> Seen:
+    def seen(
+        self,
+        platform: str,
+        largest_fft: float = math.inf,
+        largest_carried: float = math.inf,
+    ) -> Seen:
         """What is known of it so, which grows."""
-        key = platform, largest_fft
+        key = platform, largest_fft, largest_carried
         return self._seen.setdefault(key, Seen(*key))
 
     def clear(self) -> None:

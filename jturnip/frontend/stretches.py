@@ -361,6 +361,23 @@ class Stretches:
             self._stretches[key] = self._widest(members, {value: dim})
         return self._stretches[key]
 
+    def around(self, members: Sequence[int], value: int, dim: int) -> Stretch | None:
+        """The same, with what else among `members` reads the same positions of what the
+        stretch reads."""
+        found = self.along(members, value, dim)
+        if found is None:
+            return None
+        dims: dict[int, set[int]] = {}
+        for (i, at), d in found.uses.items():
+            v = self.flat.equations[i].inputs[at]
+            if not isinstance(v, Constant) and v in found.entering:
+                dims.setdefault(v, set()).add(d)
+        seeds = {v: d for v, (d, *others) in sorted(dims.items()) if not others}
+        wider = self._along(members, {value: dim, **seeds})
+        if wider is None or not wider.working > found.working:
+            return found
+        return wider
+
     def _widest(self, members: Sequence[int], seeds: Mapping[int, int]) -> Stretch | None:
         """The stretch along dimensions of some values, and of what would stand in it whole
         along others as long."""

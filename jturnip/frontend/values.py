@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jturnip import compat
+from jturnip.units import padded
 
 
 # Primitive name → the parameter that holds the jaxpr it only calls. Differentiation rules
@@ -147,6 +148,11 @@ class Equation:
 def read_by(e: Equation) -> Iterator[int]:
     """The values that an equation reads; not the numbers written in it."""
     return (v for v in e.inputs if not isinstance(v, Constant))
+
+
+def touched(e: Equation) -> set[int]:
+    """What an equation reads and writes."""
+    return {*read_by(e), *e.outputs}
 
 
 def is_key(dtype: Any) -> bool:
@@ -305,3 +311,8 @@ class FlatJaxpr:
     def type_of(self, output: int | Parts) -> Type:
         """The type of a result."""
         return output.type if isinstance(output, Parts) else self.types[output]
+
+
+def nbytes_of(flat: FlatJaxpr, values: Collection[int]) -> int:
+    """Bytes that some values take on the device."""
+    return sum(padded(flat.types[v].nbytes) for v in values)

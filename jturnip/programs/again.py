@@ -1,9 +1,15 @@
 """Whether a program has room for its own results in a next call."""
 
+from collections.abc import Callable
+from typing import TypeVar
+
 from jturnip.placement import Budget, Returned, Whose
-from jturnip.programs.records import Chain, Loop, Program, Straight
+from jturnip.programs.records import Chain, How, Loop, Program, Straight
 from jturnip.units import padded
 
+
+# A program; None where there may be none.
+Made = TypeVar("Made", bound=Straight | Chain | None)
 
 # There must be room for so many of the results that stay on the device in a next call.
 _TIMES = 3
@@ -26,6 +32,20 @@ def may_be_called_again(made: Straight | Chain, budget: Budget, returned: Return
     ]
     needed = _peak_without_residents(made) + _TIMES * sum(newly)
     return not newly or needed <= budget.arena(given.device)
+
+
+def for_any_call(
+    make: Callable[[frozenset[int]], Made],
+    budget: Budget,
+    how: How,
+    to_host: frozenset[int],
+) -> Made:
+    """A program, of the results that end in host memory, that surely has room for a next
+    call: with more of them there if it must be."""
+    made = make(to_host)
+    if made is None or may_be_called_again(made, budget, how.returned):
+        return made
+    return make(to_host.union(*how.returned.groups))
 
 
 def _peak_without_residents(made: Straight | Chain) -> int:

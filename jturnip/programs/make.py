@@ -1,7 +1,6 @@
 """A traced function to a program in a budget: flatten, split, plan; again if it must be."""
 
 import dataclasses
-import math
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,10 +18,11 @@ from jturnip.frontend.memory_model import inner_bytes
 from jturnip.frontend.sinking import sunk
 from jturnip.frontend.streaming import Seen
 from jturnip.frontend.tables import loops_read_rows
+from jturnip.frontend.unrolling import carries_more
 from jturnip.frontend.values import Equation, FlatJaxpr
 from jturnip.placement import Arguments, Budget
 from jturnip.programs import attempts, places, planning
-from jturnip.programs.again import may_be_called_again
+from jturnip.programs.again import for_any_call
 from jturnip.programs.bounds import read_whole_bytes
 from jturnip.programs.chains import Held, arguments_of, chain
 from jturnip.programs.devices import link_of, rates
@@ -31,7 +31,9 @@ from jturnip.programs.records import Chain, How, Program, Straight, expected_sec
 from jturnip.programs.ways import (
     CLEARLY,
     in_fastest_way,
+    moves_little,
     moving_once,
+    or_in_tiles,
     seconds_per_byte,
     straight,
 )
@@ -106,9 +108,9 @@ def _made(
     if how.axes and by_rows:  # only what cannot be planned otherwise is cut along its axes
         uncut = dataclasses.replace(how, axes=False)
         try:
-            return make_program(
-                closed, forwarded, arguments, budget, uncut, to_host, condition
-            )
+            given = arguments, budget, uncut, to_host, condition
+            made = make_program(closed, forwarded, *given)
+            return or_in_tiles(made, closed, forwarded, *given)
         except DoesNotFit as error:
             refusals.append(error.with_traceback(None))
     tries = _tries(closed, forwarded, arguments, budget, how, condition)
@@ -117,6 +119,54 @@ def _made(
         return made
     refusal = min(refusals, key=lambda refusal: refusal.needed_bytes)
     return refusal.with_traceback(None)
+
+
+def or_unrolled(
+    made: Program,
+    closed: Any,
+    forwarded: Collection[int] | Mapping[int, int],
+    arguments: Arguments,
+    budget: Budget,
+    how: How,
+    to_host: frozenset[int],
+) -> Program:
+    """A program; or one of the same function in which what windows slide over is done in
+    tiles, for several iterations of a loop at once, if that is predicted to be faster.
+
+    Args:
+      made: of the other arguments, as for `make_program`.
+    """
+    if how.any_plan or how.finest or not how.axes or how.strategy != "auto":
+        return made
+    if isinstance(made, Straight) and moves_little(made.plan, made.flat):
+        return made
+    platform = compat.lowering_platform(arguments.device)
+    large = _large(arguments, budget, how)
+    if not carries_more(closed, large["largest_carried"]):
+        return or_in_tiles(made, closed, forwarded, arguments, budget, how, to_host)
+    seen = how.passes.seen(platform, **large)
+    flatten(closed, forwarded, None, None, seen)
+    if not seen.unrolled:
+        return made
+    tries = _tries(closed, forwarded, arguments, budget, how, None)
+    other = _first_that_fits(tries, arguments, budget, how, to_host, [])
+    return made if other is None else min(made, other, key=expected_seconds)
+
+
+# Of stencils that carry more than this share of what there is, in and out, several
+# iterations are done at once.
+_OF_STENCILS = 1 / 2
+
+
+def _large(arguments: Arguments, budget: Budget, how: How) -> dict[str, float]:
+    """What is too large to stay as it is where a function is cut, for `Passes.seen`."""
+    if not how.axes:
+        return {}
+    arena = budget.arena(arguments.device)
+    return {
+        "largest_fft": arena // _OF_ONE_FFT,
+        "largest_carried": arena * _OF_STENCILS,
+    }
 
 
 # Makes a program, of the results that end in host memory; None where others may be better.
@@ -151,7 +201,7 @@ def _first_that_fits(
         if first and not each.drives:
             continue  # loops make the same anew, or hold it
         try:
-            made = _for_any_call(each.make, budget, how, to_host)
+            made = for_any_call(each.make, budget, how, to_host)
         except DoesNotFit as error:
             refusals.append(error.with_traceback(None))
             continue
@@ -190,8 +240,8 @@ def _tries(
     """What is tried for a function, one after the other until something fits."""
     device = arguments.device
     arena, expected = budget.arena(device), rates(device, how.accelerator)
-    largest_fft = arena // _OF_ONE_FFT if how.axes else math.inf
-    seen = how.passes.seen(compat.lowering_platform(device), largest_fft)
+    large = _large(arguments, budget, how)
+    seen = how.passes.seen(compat.lowering_platform(device), **large)
     flat = flatten(closed, forwarded, None, condition, seen)
     loops_stay = takes_apart = how.streams and not how.finest
     in_blocks, read_bytes = iter(()), None
@@ -306,20 +356,6 @@ def _left_out(budget: Budget, to_host: frozenset[int]) -> None:
     """What an attempt is that is not made yet: a refusal that none prefers."""
     del to_host
     raise DoesNotFit("", needed_bytes=sys.maxsize, gpu_bytes=budget.gpu_bytes)
-
-
-def _for_any_call(
-    make: _Make,
-    budget: Budget,
-    how: How,
-    to_host: frozenset[int],
-) -> "Straight | Chain | None":
-    """A program, of the results that end in host memory, that surely has room for a next
-    call: with more of them there if it must be."""
-    made = make(to_host)
-    if made is None or may_be_called_again(made, budget, how.returned):
-        return made
-    return make(to_host.union(*how.returned.groups))
 
 
 def _of_flat(

@@ -13,16 +13,22 @@ from jturnip import compat
 from jturnip.compiler.executables import TooManyTasks
 from jturnip.errors import DoesNotFit, PlanningError
 from jturnip.frontend import costs
-from jturnip.frontend.blocks import Ways, cut_along_axes, has_loops_with_axes
+from jturnip.frontend.blocks import (
+    Ways,
+    cut_along_axes,
+    has_loops_with_axes,
+    ways_in_tiles,
+)
 from jturnip.frontend.costs import DeviceRates
 from jturnip.frontend.flatten import flatten
+from jturnip.frontend.inline import Condition
 from jturnip.frontend.materializing import Again
-from jturnip.frontend.values import FlatJaxpr, called
+from jturnip.frontend.values import FlatJaxpr, called, nbytes_of
 from jturnip.graph.plan import Plan
 from jturnip.graph.taskgraph import TaskGraph
 from jturnip.placement import Arguments, Budget
 from jturnip.programs import places, planning, splitting
-from jturnip.programs.again import may_be_called_again
+from jturnip.programs.again import for_any_call
 from jturnip.programs.devices import link_of, rates
 from jturnip.programs.records import How, Program, Straight
 from jturnip.runtime.schedule import Link
@@ -142,7 +148,7 @@ def or_in_blocks(
         return made
     if how.strategy != "auto":  # others are compared with one another, of the same tasks
         return made
-    may_gain = _waits(made) and not _moves_little(made.plan, made.flat)
+    may_gain = _waits(made) and not moves_little(made.plan, made.flat)
     may_gain |= _writes_down_much(made, rates(arguments.device, how.accelerator))
     if len(made.split.graph.tasks) > _SOME_TASKS or not (may_gain or _has_bodies(closed)):
         return made
@@ -156,12 +162,44 @@ def or_in_blocks(
     found = [made]
     for ways in itertools.islice(_ways(flat, arguments, budget, how), _WAYS_BESIDE):
         for cut in () if ways.doubtful else ways.cut:
-            if len(cut.equations) > len(flat.equations) and not scans:
+            more = len(cut.equations) > len(flat.equations)
+            if more and not (scans or ways.in_tiles):
                 continue  # over more tasks: it would be moved as well
+            make = functools.partial(straight, cut, arguments, budget, how)
             with contextlib.suppress(PlanningError):
-                found.append(straight(cut, arguments, budget, how, to_host))
-    found = [m for m in found if m is made or may_be_called_again(m, budget, how.returned)]
+                found.append(for_any_call(make, budget, how, to_host))
     return _fastest(found)
+
+
+def or_in_tiles(
+    made: Program,
+    closed: Any,
+    forwarded: Collection[int] | Mapping[int, int],
+    arguments: Arguments,
+    budget: Budget,
+    how: How,
+    to_host: frozenset[int] = frozenset(),
+    condition: Condition | None = None,
+) -> Program:
+    """A program of tasks that move much; or one of the same function in which what windows
+    slide over is done in tiles, if that is predicted to be faster.
+
+    Args:
+      made: of the other arguments, as for `make_program`.
+    """
+    if not isinstance(made, Straight) or how.any_plan or how.finest:
+        return made
+    if how.strategy != "auto" or moves_little(made.plan, made.flat):
+        return made
+    seen = how.passes.seen(compat.lowering_platform(arguments.device))
+    flat = flatten(closed, forwarded, None, condition, seen)
+    where = places.where(flat, arguments)
+    arena = budget.arena(arguments.device) - nbytes_of(flat, where.staying)
+    for ways in ways_in_tiles(flat, where, arena, seen.rules) if arena > 0 else ():
+        make = functools.partial(straight, ways.cut[0], arguments, budget, how)
+        with contextlib.suppress(PlanningError):
+            return _fastest([made, for_any_call(make, budget, how, to_host)])
+    return made
 
 
 def moving_once(
@@ -179,7 +217,7 @@ def moving_once(
         for cut in together.cut:
             with contextlib.suppress(DoesNotFit):
                 made = straight(cut, arguments, budget, how, to_host)
-                if _moves_little(made.plan, flat, 1) or not _waits(made):
+                if moves_little(made.plan, flat, 1) or not _waits(made):
                     return made
     return None
 
@@ -223,7 +261,7 @@ class _Compared:
             # What is kept is waited for, or it is best not made anew.
             enough |= together.keeps and bool(found) and not _waits(_fastest(found))
             if enough or any(
-                made.plan.predicted_seconds <= most or _moves_little(made.plan, self.flat)
+                made.plan.predicted_seconds <= most or moves_little(made.plan, self.flat)
                 for made in found
             ):
                 break
@@ -357,7 +395,7 @@ def _has_bodies(closed: Any) -> bool:
     return False
 
 
-def _moves_little(plan: Plan, flat: FlatJaxpr, times: float = _MUCH) -> bool:
+def moves_little(plan: Plan, flat: FlatJaxpr, times: float = _MUCH) -> bool:
     """Whether a plan moves no more than so many times what goes in and comes out."""
     return plan.h2d_bytes + plan.d2h_bytes <= times * _bytes_of_ends(flat)
 

@@ -20,7 +20,7 @@ from jturnip.programs import bounds
 from jturnip.programs.bounds import least_whole_bytes, whole_bytes
 from jturnip.programs.calibration import calibrate
 from jturnip.programs.keeping import keeping
-from jturnip.programs.make import make_program, remeasured, searched
+from jturnip.programs.make import make_program, or_unrolled, remeasured, searched
 from jturnip.programs.records import How, Program
 from jturnip.programs.refusals import explained, refusal_that_is_true
 from jturnip.programs.ways import or_in_blocks
@@ -252,7 +252,8 @@ class Budgeted:
         def uncut(thorough: bool = False, few: bool = True) -> Program:
             as_it_is = dataclasses.replace(here, axes=False, thorough=thorough, few=few)
             program = made(self._given, own, as_it_is)
-            return or_in_blocks(program, closed, forwarded, self._given, own, here, to_host)
+            asked = closed, forwarded, self._given, own, here, to_host
+            return or_unrolled(or_in_blocks(program, *asked), *asked)
 
         try:
             return uncut()

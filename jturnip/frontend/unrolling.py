@@ -1,0 +1,136 @@
+"""Scans whose iterations are stencils, several iterations in one.
+
+What an iteration carries on may not fit: then each reads all of it from host memory and
+writes all of it there. Windows that slide over it let several iterations be done for one
+part after the other (`tiles.py`), so that it moves once for all of these: temporal blocking
+(Wolf & Lam, PLDI 1991).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import jaxpr_as_fun
+
+from jturnip.frontend import costs, parts
+from jturnip.frontend.axes import Known, rules
+from jturnip.frontend.loops import scan_counts
+from jturnip.frontend.pieces import with_pieces
+from jturnip.frontend.sliding import sliding_rules
+from jturnip.frontend.stretches import Stretches
+from jturnip.frontend.tiles import axes_of
+from jturnip.frontend.values import FlatJaxpr, Type, touched
+
+
+# So many iterations become one, if together they have no more equations than so many: XLA
+# compiles that for the first tile, the last one, and those between.
+_AT_ONCE = 4
+_MOST_EQUATIONS = 400
+# What is scanned and stacked takes this share of what is carried at most.
+_LITTLE = 1 / 8
+
+
+def carries_more(closed: Any, largest: float) -> bool:
+    """Whether a scan of a jaxpr carries more bytes than fit beside what they become."""
+    for eqn in getattr(closed, "jaxpr", closed).eqns:
+        if eqn.primitive.name == "scan" and 2 * _carried_bytes(eqn) > largest:
+            return True
+        if any(carries_more(inner, largest) for inner in costs.nested(eqn)):
+            return True
+    return False
+
+
+def _carried_bytes(eqn: Any) -> int:
+    return _bytes_of(eqn.outvars[: scan_counts(eqn)[1]])
+
+
+def _bytes_of(variables: Sequence[Any]) -> int:
+    return sum(Type.of(v.aval).nbytes for v in variables)
+
+
+def is_stencil(eqn: Any, flat: FlatJaxpr, largest: float, known: Known) -> bool:
+    """Whether a scan carries more bytes than fit beside what they become, which windows
+    slide over.
+
+    Args:
+      eqn: the scan.
+      flat: its body, inlined.
+      largest: so many bytes fit.
+      known: the rules of equations; grows.
+    """
+    consts, carries, _ = scan_counts(eqn)
+    carried = _carried_bytes(eqn)
+    passing = _bytes_of([*eqn.invars[consts + carries :], *eqn.outvars[carries:]])
+    if 2 * carried <= largest or passing > carried * _LITTLE or eqn.params["reverse"]:
+        return False
+    return _is_one_chain(flat, int(carried * _LITTLE), known)
+
+
+def _is_one_chain(flat: FlatJaxpr, large: int, known: Known) -> bool:
+    """Whether all that reads or writes more than so many bytes is one stretch along an
+    axis, over which windows slide."""
+    with_writes = with_pieces(flat, large)
+    equations = with_writes.equations
+    nbytes = lambda e: max((with_writes.types[v].nbytes for v in touched(e)), default=0)
+    of_large = {i for i, e in enumerate(equations) if nbytes(e) > large}
+    slid = sliding_rules(with_writes, rules(with_writes, parts.works, known))
+    if any(slid[i] is None for i in of_large):
+        return False
+    stretches = Stretches(with_writes, slid)
+    types = with_writes.types
+    results = [v for v in with_writes.result_values if v in stretches.writer]
+    if not results:
+        return False
+    last = max(results, key=lambda v: types[v].nbytes)
+    members = stretches.ruled()
+    found = (stretches.around(members, last, d) for d in range(len(types[last].shape)))
+    return any(
+        stretch is not None
+        and stretch.loops == 1
+        and of_large <= stretch.working
+        and any(axis.slides for axis in axes_of(with_writes, slid, stretch).values())
+        for stretch in found
+    )
+
+
+def several_at_once(eqn: Any, equations: int) -> Any | None:
+    """A scan of so many equations with several iterations in one, as a jaxpr of what it
+    reads; None where it is too short or too large."""
+    length = eqn.params["length"]
+    count = min(_AT_ONCE, length, _MOST_EQUATIONS // max(1, equations))
+    if count < 2:
+        return None
+    consts, carries, _ = scan_counts(eqn)
+    body = jaxpr_as_fun(eqn.params["jaxpr"])
+    many = length - length % count
+
+    def iterations(fixed: Any, carried: Any, rows: Any, count: int) -> tuple[Any, Any]:
+        """So many iterations: what is carried in the end, and what each stacks."""
+        stacked = []
+        for at in range(count):
+            results = body(*fixed, *carried, *(x[at] for x in rows))
+            carried = tuple(results[:carries])
+            stacked.append(results[carries:])
+        return carried, [jnp.stack(each) for each in zip(*stacked, strict=True)]
+
+    def function(*operands: Any) -> Any:
+        fixed, carried = operands[:consts], operands[consts : consts + carries]
+        xs = operands[consts + carries :]
+        step = lambda carried, rows: iterations(fixed, carried, rows, count)
+        grouped = [x[:many].reshape(-1, count, *x.shape[1:]) for x in xs]
+        if many > count:
+            carried, ys = lax.scan(step, tuple(carried), grouped, many // count)
+            ys = [y.reshape(many, *y.shape[2:]) for y in ys]
+        else:
+            carried, ys = step(carried, [x[0] for x in grouped])
+        if many < length:
+            rest = [x[many:] for x in xs]
+            carried, more = iterations(fixed, carried, rest, length - many)
+            ys = [jnp.concatenate(each) for each in zip(ys, more, strict=True)]
+        return [*carried, *ys]
+
+    structs = [Type.of(v.aval).struct() for v in eqn.invars]
+    with eqn.ctx.manager:
+        return jax.make_jaxpr(function)(*structs)

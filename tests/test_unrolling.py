@@ -1,0 +1,115 @@
+"""Scans whose iterations are stencils: several iterations in one."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import assert_same
+from jax.extend.core import jaxpr_as_fun
+from stencils import STEPS, field
+
+import jturnip
+from jturnip.frontend.inline import inline
+from jturnip.frontend.streaming import Seen
+from jturnip.frontend.unrolling import carries_more, several_at_once
+
+
+def waves(u: Any, speed: Any, count: int) -> Any:
+    """Carries two fields; reads a number and writes one in each iteration."""
+
+    def step(state: Any, time: Any) -> Any:
+        u, speed = state
+        speed = speed + 0.1 * (STEPS["zeros around"](u) - u) + 0.01 * jnp.sin(time)
+        return (u + 0.1 * speed, speed), jnp.max(u)
+
+    return jax.lax.scan(step, (u, speed), jnp.arange(float(count)))
+
+
+def repeated(step: Callable[[Any], Any], count: int) -> Callable[[Any], Any]:
+    return lambda u: jax.lax.fori_loop(0, count, lambda _, u: jnp.tanh(step(u)), u)
+
+
+def scan_of(fn: Callable[..., Any], *args: Any) -> Any:
+    """The only scan of a function."""
+    flat = inline(jax.jit(fn).trace(*args).jaxpr)
+    (scan,) = (e.origin for e in flat.equations if e.name == "scan")
+    return scan
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 5, 8, 9, 11])
+def test_several_iterations_in_one_give_the_same(count: int):
+    u, speed = field(9, 7), field(9, 7) * 2
+    fn = lambda u, speed: waves(u, speed, count)
+    scan = scan_of(fn, u, speed)
+    made = several_at_once(scan, 20)
+    assert made is not None
+    lengths = [e.params["length"] for e in made.jaxpr.eqns if e.primitive.name == "scan"]
+    assert lengths == ([count // 4] if count >= 8 else [])
+    times = jnp.arange(float(count))
+    found = jax.jit(jaxpr_as_fun(made))(u, speed, times)
+    (u_end, speed_end), most = jax.jit(fn)(u, speed)
+    for x, expected in zip(found, (u_end, speed_end, most), strict=True):
+        assert_same(x, expected)
+
+
+def test_what_is_short_or_large_stays():
+    scan = scan_of(lambda u, v: waves(u, v, 5), field(9, 7), field(9, 7))
+    assert several_at_once(scan, 300) is None
+    assert several_at_once(scan, 100) is not None
+    one = scan_of(lambda u, v: waves(u, v, 1), field(9, 7), field(9, 7))
+    assert several_at_once(one, 20) is None
+
+
+@pytest.mark.parametrize(
+    ("fn", "is_one"),
+    [
+        (repeated(STEPS["a torus by roll"], 8), True),
+        (repeated(STEPS["set inside"], 8), True),
+        (repeated(lambda u: u @ u, 8), False),
+        (repeated(jnp.sin, 8), False),
+        (repeated(lambda u: STEPS["zeros around"](u) / jnp.sum(u), 8), False),
+        # What it stacks is as large as what it carries.
+        (lambda u: jax.lax.scan(lambda u, _: (u[::-1], u), u, length=8), False),
+    ],
+)
+def test_stencils_are_told_from_other_loops(fn: Callable[[Any], Any], is_one: bool):
+    u = field(32, 32)
+    closed = jax.jit(fn).trace(u).jaxpr
+    assert carries_more(closed, u.nbytes)
+    assert not carries_more(closed, 3 * u.nbytes)
+    for largest, expected in ((u.nbytes, is_one), (3 * u.nbytes, False)):
+        seen = Seen(largest_carried=largest)
+        lengths = [
+            e.origin.params["length"]
+            for e in seen.inline(closed).equations
+            if e.name == "scan"
+        ]
+        assert lengths == ([2] if expected else [8])
+        assert bool(seen.unrolled) == expected
+
+
+@pytest.mark.long
+def test_what_a_loop_carries_moves_once_for_several_iterations():
+    u, speed = field(1024, 48), field(1024, 48) * 2
+    fn = lambda u, speed: waves(u, speed, 10)
+    gpu_bytes = 2 * u.nbytes  # what is carried, and half of what it becomes
+    f = jturnip.jit(fn, gpu_bytes)
+    for make in (jturnip.host, np.asarray):
+        found, expected = f(make(u), make(speed)), jax.jit(fn)(u, speed)
+        jax.tree.map(assert_same, found, expected)
+        report = f.last_run
+        assert report.peak_bytes <= gpu_bytes
+        # Four iterations, four, and two, with borders; and a copy that the loop owns.
+        most = 1.15 * (3 + 1) * 2 * u.nbytes
+        assert max(report.h2d_bytes, report.d2h_bytes) <= most
+
+
+@pytest.mark.long
+def test_a_loop_that_fits_stays_as_it_is():
+    u, fn = field(256, 192), repeated(STEPS["a torus by roll"], 12)
+    f = jturnip.jit(fn, 8 * u.nbytes)
+    assert_same(f(jturnip.host(u)), jax.jit(fn)(u))
+    assert f.last_run.h2d_bytes == u.nbytes

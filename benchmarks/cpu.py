@@ -32,6 +32,7 @@ from benchmarks import (
     mistaken,
     planning,
     predictions,
+    stencils,
     steps,
 )
 from benchmarks.measure import Section
@@ -160,6 +161,7 @@ SECTIONS: dict[str, Callable[[Sizes], Section]] = {
         s.generating, s.predicted, s.tokens, s.link_rounds
     ),
     "mistaken": lambda s: mistaken.mistaken(s.link, s.pair, s.predicted),
+    "stencils": lambda s: stencils.stencils(3 * s.long // 2, s.long_pairs),
 }
 
 

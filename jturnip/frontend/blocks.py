@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from jturnip.frontend import parts
+from jturnip.frontend import parts, tiling
 from jturnip.frontend.anew import Large, made_anew
 from jturnip.frontend.axes import Known, rules
 from jturnip.frontend.choosing import Room, Search, Where as Where, cut_once
@@ -28,7 +28,6 @@ from jturnip.frontend.rules import Rule
 from jturnip.frontend.running import rows_as_blocks
 from jturnip.frontend.shifting import shifted
 from jturnip.frontend.slices import sliced_on_host
-from jturnip.frontend.tiling import in_tiles
 from jturnip.frontend.values import (
     Constant,
     Equation,
@@ -135,28 +134,31 @@ def cut_along_axes(
     if arena <= 0:
         return
     flat = rows_as_blocks(repeated(flat, arena), arena)
+    search = where, arena, rates, platform, known, effort, keep
+    rest: list[Ways] = []
     for ways in ways_in_tiles(flat, where, arena, known):
-        yield ways
-        # What is left over may be cut as well.
-        if not _fits(ways.cut[0], arena, where):
-            yield from _in_some_ways(
-                ways.cut[0], where, arena, rates, platform, known, effort, keep
-            )
-    flat = sliced_on_host(flat, where.hosted)
-    if not _may_be_cut(flat, arena, where, known):
-        return
-    large = large_for(arena, rates, seconds_per_byte)
+        if _fits(ways.cut[0], arena, where):
+            yield ways
+        else:
+            rest.append(ways)
     doubtful: list[Ways] = []
-    for each, has_copies in _written_otherwise(flat, arena, large, known):
+    flat = sliced_on_host(flat, where.hosted)
+    large = large_for(arena, rates, seconds_per_byte)
+    may_be_cut = _may_be_cut(flat, arena, where, known)
+    forms = _written_otherwise(flat, arena, large, known) if may_be_cut else ()
+    for each, has_copies in forms:
         if has_copies and not anew:
             continue
-        for ways in _in_some_ways(each, where, arena, rates, platform, known, effort, keep):
+        for ways in _in_some_ways(each, *search):
             ways = dataclasses.replace(ways, anew=has_copies)
             sure = tuple(cut for cut in ways.cut if not _joins_too_much(cut, arena))
             if sure:
                 yield dataclasses.replace(ways, cut=sure)
             else:
                 doubtful.append(dataclasses.replace(ways, doubtful=True))
+    for ways in rest:  # with what is left over cut as well
+        yield ways
+        yield from _in_some_ways(ways.cut[0], *search)
     yield from doubtful
 
 
@@ -166,7 +168,7 @@ def ways_in_tiles(
     """The function with what windows slide over in tiles, if there is anything."""
     # A tile reads what it needs of an array once, whatever parts that is put together of.
     flat = sliced_on_host(flat, where.hosted, overlapping=False)
-    for cut in in_tiles(flat, where, arena, known):
+    for cut in tiling.in_tiles(flat, where, arena, known):
         yield Ways((cut,), in_tiles=True)
 
 

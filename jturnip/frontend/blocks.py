@@ -387,14 +387,13 @@ def _joins_too_much(flat: FlatJaxpr, arena: int) -> bool:
     )
 
 
-def _fits(flat: FlatJaxpr, arena: int, where: Where) -> bool:
-    """Whether what each equation reads and writes, beside what stays, fits."""
-    return all(nbytes_of(flat, touched(e) - where.staying) <= arena for e in flat.equations)
+def _fits(flat: FlatJaxpr, arena: int, where: Where, times: int = 1) -> bool:
+    """Whether what each equation reads and writes, beside what stays, is not more than so
+    many times what there is."""
+    most = times * arena
+    return all(nbytes_of(flat, touched(e) - where.staying) <= most for e in flat.equations)
 
 
 def _may_fit(flat: FlatJaxpr, arena: int, where: Where) -> bool:
-    """Whether it is worth trying: what each equation reads and writes, beside what stays,
-    is not twice as much as there is."""
-    return all(
-        nbytes_of(flat, touched(e) - where.staying) <= 2 * arena for e in flat.equations
-    )
+    """Whether it is worth trying."""
+    return _fits(flat, arena, where, times=2)

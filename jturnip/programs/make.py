@@ -136,7 +136,7 @@ def or_unrolled(
     Args:
       made: of the other arguments, as for `make_program`.
     """
-    if how.any_plan or how.finest or not how.axes or how.strategy != "auto":
+    if not how.compares_ways or not how.axes:
         return made
     if isinstance(made, Straight) and moves_little(made.plan, made.flat):
         return made

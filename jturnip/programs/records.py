@@ -115,6 +115,12 @@ class How:
     accelerator: Accelerator | None = None
 
     @property
+    def compares_ways(self) -> bool:
+        """Whether a program is compared with one that is cut otherwise; strategies are
+        compared with one another, of the same tasks."""
+        return self.strategy == "auto" and not (self.any_plan or self.finest)
+
+    @property
     def tight(self) -> bool:
         """Whether whatever is between pieces goes to host memory."""
         return self.attempts == (attempts.ATTEMPTS - 1,)

@@ -144,9 +144,7 @@ def or_in_blocks(
     Args:
       made: of the other arguments, as for `make_program`.
     """
-    if not isinstance(made, Straight) or how.any_plan or how.finest or not how.axes:
-        return made
-    if how.strategy != "auto":  # others are compared with one another, of the same tasks
+    if not isinstance(made, Straight) or not how.compares_ways or not how.axes:
         return made
     may_gain = _waits(made) and not moves_little(made.plan, made.flat)
     may_gain |= _writes_down_much(made, rates(arguments.device, how.accelerator))
@@ -187,9 +185,9 @@ def or_in_tiles(
     Args:
       made: of the other arguments, as for `make_program`.
     """
-    if not isinstance(made, Straight) or how.any_plan or how.finest:
+    if not isinstance(made, Straight) or not how.compares_ways:
         return made
-    if how.strategy != "auto" or moves_little(made.plan, made.flat):
+    if moves_little(made.plan, made.flat):
         return made
     seen = how.passes.seen(compat.lowering_platform(arguments.device))
     flat = flatten(closed, forwarded, None, condition, seen)

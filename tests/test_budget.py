@@ -421,9 +421,9 @@ def test_very_many_equations_are_the_last_that_is_tried(monkeypatch: pytest.Monk
     tried = []
     real = make._of_flat  # pyright: ignore[reportPrivateUsage]
 
-    def of_flat(flat: Any, arguments: Any, budget: Any, how: Any, attempt: int, *to_host):
-        tried.append((how.axes, how.few, attempt))
-        return real(flat, arguments, budget, how, attempt, *to_host)
+    def of_flat(flat: Any, setting: Any, attempt: int, to_host: Any) -> Any:
+        tried.append((setting.how.axes, setting.how.few, attempt))
+        return real(flat, setting, attempt, to_host)
 
     monkeypatch.setattr(make, "_of_flat", of_flat)
 

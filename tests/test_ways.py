@@ -27,6 +27,7 @@ from jturnip.placement import Budget
 from jturnip.programs import make, splitting, ways
 from jturnip.programs.devices import rates
 from jturnip.programs.needs import Needs
+from jturnip.programs.setting import Function, Setting
 from jturnip.runtime.schedule import Link
 
 
@@ -171,8 +172,9 @@ def test_what_is_expected_to_need_most_is_compiled_first(monkeypatch: pytest.Mon
     lowered = jturnip.jit(fn, 130_000).lower(*traced.args_info[0])
     how = dataclasses.replace(lowered._budgeted.how(), axes=False, finest=True)
     arguments = lowered._budgeted.flattened.given
+    setting = Setting(arguments, Budget(140_000), how)
     with pytest.raises(DoesNotFit, match="eigh"):
-        make.make_program(traced.jaxpr, (), arguments, Budget(140_000), how)
+        make.make_program(Function(traced.jaxpr), setting)
     assert sum(compiled) < 10
 
 
@@ -474,9 +476,9 @@ def test_what_was_found_is_the_first_that_is_tried_with_other_results_on_the_hos
         searches.append(flat)
         return search(flat, *args)
 
-    def cut_so(flat: Any, arguments: Any, budget: Any, how: Any, to_host: Any) -> Any:
+    def cut_so(flat: Any, setting: Any, to_host: Any) -> Any:
         asked.append((flat, len(to_host)))
-        return cut(flat, arguments, budget, how, to_host)
+        return cut(flat, setting, to_host)
 
     monkeypatch.setattr(ways, "cut_along_axes", searched)
     monkeypatch.setattr(make, "in_fastest_way", cut_so)

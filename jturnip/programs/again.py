@@ -4,7 +4,8 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from jturnip.placement import Budget, Returned, Whose
-from jturnip.programs.records import Chain, How, Loop, Program, Straight
+from jturnip.programs.records import Chain, Loop, Program, Straight
+from jturnip.programs.setting import Setting
 from jturnip.units import padded
 
 
@@ -35,17 +36,14 @@ def may_be_called_again(made: Straight | Chain, budget: Budget, returned: Return
 
 
 def for_any_call(
-    make: Callable[[frozenset[int]], Made],
-    budget: Budget,
-    how: How,
-    to_host: frozenset[int],
+    make: Callable[[frozenset[int]], Made], setting: Setting, to_host: frozenset[int]
 ) -> Made:
     """A program, of the results that end in host memory, that surely has room for a next
     call: with more of them there if it must be."""
-    made = make(to_host)
-    if made is None or may_be_called_again(made, budget, how.returned):
+    made, returned = make(to_host), setting.how.returned
+    if made is None or may_be_called_again(made, setting.budget, returned):
         return made
-    return make(to_host.union(*how.returned.groups))
+    return make(to_host.union(*returned.groups))
 
 
 def _peak_without_residents(made: Straight | Chain) -> int:

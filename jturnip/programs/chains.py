@@ -13,7 +13,8 @@ from jturnip.graph.plan import Plan
 from jturnip.graph.taskgraph import TaskGraph
 from jturnip.placement import NOTHING_KNOWN, Arguments, Budget, Whose
 from jturnip.programs import places
-from jturnip.programs.records import Chain, How, Program, Stage, all_constants
+from jturnip.programs.records import Chain, Program, Stage, all_constants
+from jturnip.programs.setting import Setting
 from jturnip.units import format_bytes, padded
 
 
@@ -62,41 +63,34 @@ def arguments_of(like: Arguments, held: Iterable[Held]) -> Arguments:
     )
 
 
-# Makes the program of some equations, or of a driven one: of where what they read is, the
-# budget, and which of their results must go to host memory.
+# Makes the program of some equations, or of a driven one: of where what they read is, what
+# it is made for (with the function's arguments), and which of their results must go to host
+# memory.
 MakePiece: TypeAlias = Callable[
-    [FlatJaxpr | Equation, Sequence[Held], Budget, How, frozenset[int]], Program
+    [FlatJaxpr | Equation, Sequence[Held], Setting, frozenset[int]], Program
 ]
 
 
 def chain(
-    flat: FlatJaxpr,
-    arguments: Arguments,
-    budget: Budget,
-    how: How,
-    to_host: frozenset[int],
-    make_piece: MakePiece,
+    flat: FlatJaxpr, setting: Setting, to_host: frozenset[int], make_piece: MakePiece
 ) -> Chain:
     """Programs one after the other, for which there is room beside all closed-over arrays
     that any of them has on the device, and whose results leave room for the next call.
 
     Args:
       flat: the function, with some equations that are driven.
-      arguments: how its arguments are held.
-      budget: what there is.
-      how: the user's choices.
+      setting: what it is made for.
       to_host: positions of results that must end in host memory.
       make_piece: makes the program of each piece.
     """
-    arguments = places.kept(arguments, flat)
+    arguments, arena = places.kept(setting.arguments, flat), setting.arena
     to_host |= places.at_home(flat, arguments)
-    returned = how.returned
-    how = dataclasses.replace(how, returned=NOTHING_KNOWN)
-    device, reserve = arguments.device, 0
-    _refuse_what_is_there(flat, arguments, budget)
+    returned, reserve = setting.how.returned, 0
+    setting = dataclasses.replace(setting, arguments=arguments)
+    setting = setting.otherwise(returned=NOTHING_KNOWN)
+    _refuse_what_is_there(flat, arguments, setting.budget)
     while True:
-        chain = _chain_beside(flat, arguments, budget, how, to_host, make_piece, reserve)
-        arena = budget.arena(device)
+        chain = _chain_beside(flat, setting, to_host, make_piece, reserve)
         lacking = chain.plan.peak_bytes - arena - _INNER
         if lacking > 0:
             reserve += lacking
@@ -125,14 +119,13 @@ def _refuse_what_is_there(flat: FlatJaxpr, arguments: Arguments, budget: Budget)
 
 def _chain_beside(
     flat: FlatJaxpr,
-    arguments: Arguments,
-    budget: Budget,
-    how: How,
+    setting: Setting,
     to_host: frozenset[int],
     make_piece: MakePiece,
     reserve: int,
 ) -> Chain:
     """A chain in a budget of which `reserve` bytes are for what bodies close over."""
+    arguments, room = setting.arguments, setting.budget.room
     pieces = list(_pieces(flat))
     last_use = _last_uses(flat, pieces)
     read_over = _read_by_driven(flat, pieces)
@@ -155,11 +148,11 @@ def _chain_beside(
         others = sum(always.values()) - sum(
             always.get(id(a), 0) for a in _closed_over(flat, piece)
         )
-        left = budget.beside(waiting + others + reserve)
+        left = setting.beside(waiting + others + reserve)
         ahead = pieces[k + 1] if k + 1 < len(pieces) else None
-        away = _away(flat, piece, ahead, 0 if how.tight else budget.room, to_host)
+        away = _away(flat, piece, ahead, 0 if setting.how.tight else room, to_host)
         read = [mine[v] for v in piece.reads]
-        made = make_piece(piece.work, read, left, how, away)
+        made = make_piece(piece.work, read, left, away)
         for v, on_host in zip(piece.writes, made.ends_on_host, strict=True):
             nbytes = flat.types[v].nbytes
             held[v] = Held(on_host, True, nbytes, f"a result of {_name(piece)}")
@@ -179,7 +172,7 @@ def _chain_beside(
     )
     plan = together(
         [(_name(p), s.program.plan) for s, p in zip(stages, pieces, strict=True)],
-        budget.room,
+        room,
     )
     peak = max(s.program.plan.peak_bytes + s.waiting for s in stages)
     plan = dataclasses.replace(plan, peak_bytes=peak)

@@ -9,20 +9,19 @@ from jturnip.frontend import tables
 from jturnip.frontend.inline import Condition
 from jturnip.frontend.loops import iterations
 from jturnip.frontend.values import Equation
-from jturnip.placement import Arguments, Budget
 from jturnip.programs import places
 from jturnip.programs.chains import CARRIED, Held, arguments_of, bytes_on_device, together
 from jturnip.programs.keeping import keeping, with_branches
 from jturnip.programs.records import (
     Chain,
     Choice,
-    How,
     Loop,
     Program,
     Rows,
     Straight,
     all_constants,
 )
+from jturnip.programs.setting import Function, Setting
 
 
 # Carried values go to host memory where so many times their bytes would be enough: what a
@@ -34,53 +33,45 @@ Make: TypeAlias = Callable[..., Program]
 
 
 def driven(
-    equation: Equation,
-    operands: Sequence[Held],
-    arguments: Arguments,
-    budget: Budget,
-    how: How,
-    make_program: Make,
+    equation: Equation, operands: Sequence[Held], setting: Setting, make_program: Make
 ) -> Program:
     """The program of an equation that is driven.
 
     Args:
       equation: a `while`, a `cond`, or rows that the host reads or writes.
       operands: where what it reads is.
-      arguments: of the function, for what they say of the device.
-      budget: what there is.
-      how: the user's choices.
+      setting: what it is made for, with the function's arguments.
       make_program: makes the programs of bodies and branches.
     """
     if equation.name in tables.HOST_READS | tables.HOST_WRITES:
         away = sum(h.nbytes for h in operands if not h.on_host)
         plan = dataclasses.replace(
-            together([], budget.room), d2h_bytes=away, peak_bytes=bytes_on_device(operands)
+            together([], setting.budget.room),
+            d2h_bytes=away,
+            peak_bytes=bytes_on_device(operands),
         )
         return Rows(plan, equation.origin)
     make = _loop if equation.name == "while" else _choice
-    return make(equation, operands, arguments, budget, how, make_program)
+    return make(equation, operands, setting, make_program)
 
 
 def _loop(
-    equation: Equation,
-    operands: Sequence[Held],
-    arguments: Arguments,
-    budget: Budget,
-    how: How,
-    make_program: Make,
+    equation: Equation, operands: Sequence[Held], setting: Setting, make_program: Make
 ) -> Loop:
     params = equation.origin.params
     of_condition, of_body = params["cond_nconsts"], params["body_nconsts"]
     constants = [h.kept() for h in operands[: of_condition + of_body]]
     carried = operands[of_condition + of_body :]
     # A carried array that the caller keeps on the device is copied: it stays there.
-    staying, room = bytes_on_device(h for h in carried if not h.ours), budget.room
-    budget = budget.beside(staying)
-    on_host = _carried_on_host(carried, budget.room)
+    staying = bytes_on_device(h for h in carried if not h.ours)
+    arguments, room = setting.arguments, setting.budget.room
+    setting = setting.beside(staying)
+    on_host = _carried_on_host(carried, setting.budget.room)
     condition = Condition(params["cond_jaxpr"], of_condition)
     # What the body returns as it is stays in its own place: so it is the loop's for good.
     given = {i + 1: len(constants) + i for i in range(len(carried))}
-    often = dataclasses.replace(how, repeated=True)
+    function = Function(params["body_jaxpr"], given, condition)
+    often = setting.otherwise(repeated=True)
     of_state = lambda program: _bytes_at(_unread(program, len(carried)), state)
     unread = 0
     while True:
@@ -89,17 +80,10 @@ def _loop(
             for h, away in zip(carried, on_host, strict=True)
         ]
         own = arguments_of(arguments, [*constants, *state])
+        own = dataclasses.replace(often.beside(unread), arguments=own)
         to_host = frozenset([0, *(i + 1 for i, away in enumerate(on_host) if away)])
         try:
-            body = make_program(
-                params["body_jaxpr"],
-                given,
-                own,
-                budget.beside(unread),
-                often,
-                to_host,
-                condition,
-            )
+            body = make_program(function, own, to_host)
         except DoesNotFit as error:
             lacking = error.needed_bytes - error.gpu_bytes
             if all(on_host) or lacking > _WORTH_SENDING * bytes_on_device(state):
@@ -115,15 +99,15 @@ def _loop(
         if not moved and of_state(body) <= unread:
             break
         unread = 0 if moved else of_state(body)
-    body = keeping(body, budget.beside(unread), often)
+    body = keeping(body, setting.budget.beside(unread), often.how)
     asked = arguments_of(arguments, [*constants[:of_condition], *(h.kept() for h in state)])
     beside = bytes_on_device(constants[of_condition:])
-    left = budget.beside(beside)
-    begin = make_program(params["cond_jaxpr"], (), asked, left, how, frozenset([0]))
+    left = dataclasses.replace(setting.beside(beside), arguments=asked)
+    begin = make_program(Function(params["cond_jaxpr"]), left, frozenset([0]))
     unasked = of_state(begin)
     if unasked:
         left = left.beside(unasked)
-        begin = make_program(params["cond_jaxpr"], (), asked, left, how, frozenset([0]))
+        begin = make_program(Function(params["cond_jaxpr"]), left, frozenset([0]))
     beside += unasked
     used_up = _used_up(body)[of_condition + of_body :]
     plan = together([("condition", begin.plan), ("body", body.plan)], room)
@@ -182,16 +166,12 @@ def _used_up(program: Program) -> tuple[bool, ...]:
 
 
 def _choice(
-    equation: Equation,
-    operands: Sequence[Held],
-    arguments: Arguments,
-    budget: Budget,
-    how: How,
-    make_program: Make,
+    equation: Equation, operands: Sequence[Held], setting: Setting, make_program: Make
 ) -> Choice:
     index, *operands = operands
     beside = bytes_on_device([index])
-    own = arguments_of(arguments, operands)
+    own = arguments_of(setting.arguments, operands)
+    own = dataclasses.replace(setting, arguments=own)
     to_host: frozenset[int] = frozenset()
 
     def made(branch: Any) -> tuple[Program, int]:
@@ -199,8 +179,8 @@ def _choice(
         given = [i for i, h in enumerate(operands) if h.ours and (h.on_host or not to_host)]
         unread = 0
         while True:
-            left = budget.beside(beside + unread)
-            program = make_program(branch, given, own, left, how, to_host)
+            left = own.beside(beside + unread)
+            program = make_program(Function(branch, given), left, to_host)
             found = _bytes_at(_unread(program, len(operands)), operands)
             if found <= unread:
                 return program, unread
@@ -216,5 +196,5 @@ def _choice(
             break
         to_host = away
     on_host = tuple(i in to_host for i in range(len(equation.origin.outvars)))
-    choice = Choice(together([], budget.room), branches, on_host, unread, beside)
+    choice = Choice(together([], setting.budget.room), branches, on_host, unread, beside)
     return with_branches(choice, branches)

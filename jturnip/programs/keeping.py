@@ -15,7 +15,8 @@ from jturnip.placement import Budget, Whose
 from jturnip.programs.chains import together
 from jturnip.programs.places import argument_bytes
 from jturnip.programs.planning import planned
-from jturnip.programs.records import Chain, Choice, How, KeptParts, Loop, Program, Straight
+from jturnip.programs.records import Chain, Choice, KeptParts, Loop, Program, Straight
+from jturnip.programs.setting import How
 from jturnip.programs.staying import At, Reader, Way, readers_of, ways
 from jturnip.units import padded
 

@@ -2,17 +2,15 @@
 
 import dataclasses
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
-from jturnip import compat
 from jturnip.errors import DoesNotFit, PlanningError
 from jturnip.frontend.blocks import has_loops_with_axes, large_for
 from jturnip.frontend.bodies import with_bodies_in_blocks
-from jturnip.frontend.flatten import flatten
-from jturnip.frontend.inline import Condition, argument_avals
+from jturnip.frontend.inline import argument_avals
 from jturnip.frontend.loops import LOOPS_AND_BRANCHES, bytes_for_one_branch
 from jturnip.frontend.memory_model import inner_bytes
 from jturnip.frontend.sinking import sunk
@@ -20,23 +18,23 @@ from jturnip.frontend.streaming import Seen
 from jturnip.frontend.tables import loops_read_rows
 from jturnip.frontend.unrolling import carries_more
 from jturnip.frontend.values import Equation, FlatJaxpr
-from jturnip.placement import Arguments, Budget
+from jturnip.placement import Budget
 from jturnip.programs import attempts, places, planning
 from jturnip.programs.again import for_any_call
 from jturnip.programs.bounds import read_whole_bytes
 from jturnip.programs.chains import Held, arguments_of, chain
-from jturnip.programs.devices import link_of, rates
 from jturnip.programs.driven import driven
-from jturnip.programs.records import Chain, How, Program, Straight, expected_seconds
+from jturnip.programs.records import Chain, Program, Straight, expected_seconds
+from jturnip.programs.setting import Function, How, Setting
 from jturnip.programs.ways import (
     CLEARLY,
     in_fastest_way,
     moves_little,
     moving_once,
     or_in_tiles,
-    seconds_per_byte,
     straight,
 )
+from jturnip.runtime.schedule import Link
 
 
 # So many loops are driven only so that what an iteration makes can be cut, into so many
@@ -53,68 +51,45 @@ _VERY_MANY = 3000
 
 
 def make_program(
-    closed: Any,
-    forwarded: Collection[int] | Mapping[int, int],
-    arguments: Arguments,
-    budget: Budget,
-    how: How,
-    to_host: frozenset[int] = frozenset(),
-    condition: Condition | None = None,
+    function: Function, setting: Setting, to_host: frozenset[int] = frozenset()
 ) -> Program:
     """Takes a function apart, compiles its tasks and plans them.
 
     Args:
-      closed: the function's jaxpr.
-      forwarded: arguments that may be returned as they are, as for `flatten`.
-      arguments: how the arguments are held.
-      budget: what there is, and what others take of it.
-      how: the user's choices.
+      function: what is to be computed.
+      setting: what it is made for.
       to_host: positions of results that must end in host memory.
-      condition: for the body of a loop; its constants come first among the arguments, and
-        what it says first among the results.
 
     Raises:
       DoesNotFit: where a single equation, or the caller's own arrays, need more.
       HostMemoryError: where the host cannot hold what must leave the device.
       UnsupportedError: for what cannot be taken apart.
     """
-    pairs = forwarded.items() if isinstance(forwarded, Mapping) else forwarded
-    forwards = tuple(sorted(pairs))
-    key = (id(closed), forwards, arguments, budget, how, to_host, id(condition))
-    if key not in how.known:
+    known, key = setting.how.known, (function.key, setting, to_host)
+    if key not in known:
         # Kept with what it was made of, so that the ids stay theirs.
-        how.known[key] = (
-            closed,
-            condition,
-            _made(closed, forwarded, arguments, budget, how, to_host, condition),
-        )
-    made = how.known[key][-1]
+        known[key] = function, _made(function, setting, to_host)
+    made = known[key][-1]
     if isinstance(made, DoesNotFit):
         raise made
     return made
 
 
 def _made(
-    closed: Any,
-    forwarded: Collection[int] | Mapping[int, int],
-    arguments: Arguments,
-    budget: Budget,
-    how: How,
-    to_host: frozenset[int],
-    condition: Condition | None,
+    function: Function, setting: Setting, to_host: frozenset[int]
 ) -> Program | DoesNotFit:
     refusals: list[DoesNotFit] = []
-    by_rows = read_whole_bytes(closed) <= budget.arena(arguments.device)
-    if how.axes and by_rows:  # only what cannot be planned otherwise is cut along its axes
-        uncut = dataclasses.replace(how, axes=False)
+    by_rows = read_whole_bytes(function.closed) <= setting.arena
+    # Only what cannot be planned otherwise is cut along its axes.
+    if setting.how.axes and by_rows:
+        uncut = setting.otherwise(axes=False)
         try:
-            given = arguments, budget, uncut, to_host, condition
-            made = make_program(closed, forwarded, *given)
-            return or_in_tiles(made, closed, forwarded, *given)
+            made = make_program(function, uncut, to_host)
+            return or_in_tiles(made, function, uncut, to_host)
         except DoesNotFit as error:
             refusals.append(error.with_traceback(None))
-    tries = _tries(closed, forwarded, arguments, budget, how, condition)
-    made = _first_that_fits(tries, arguments, budget, how, to_host, refusals)
+    tries = _tries(function, setting)
+    made = _first_that_fits(tries, setting, to_host, refusals)
     if made is not None:
         return made
     refusal = min(refusals, key=lambda refusal: refusal.needed_bytes)
@@ -122,13 +97,7 @@ def _made(
 
 
 def or_unrolled(
-    made: Program,
-    closed: Any,
-    forwarded: Collection[int] | Mapping[int, int],
-    arguments: Arguments,
-    budget: Budget,
-    how: How,
-    to_host: frozenset[int],
+    made: Program, function: Function, setting: Setting, to_host: frozenset[int]
 ) -> Program:
     """A program; or one of the same function in which what windows slide over is done in
     tiles, for several iterations of a loop at once, if that is predicted to be faster.
@@ -136,20 +105,18 @@ def or_unrolled(
     Args:
       made: of the other arguments, as for `make_program`.
     """
-    if not how.compares_ways or not how.axes:
+    if not setting.how.compares_ways or not setting.how.axes:
         return made
     if isinstance(made, Straight) and moves_little(made.plan, made.flat):
         return made
-    platform = compat.lowering_platform(arguments.device)
-    large = _large(arguments, budget, how)
-    if not carries_more(closed, large["largest_carried"]):
-        return or_in_tiles(made, closed, forwarded, arguments, budget, how, to_host)
-    seen = how.passes.seen(platform, **large)
-    flatten(closed, forwarded, None, None, seen)
+    large = _large(setting)
+    if not carries_more(function.closed, large["largest_carried"]):
+        return or_in_tiles(made, function, setting, to_host)
+    seen = setting.seen(**large)
+    function.flat(seen)
     if not seen.unrolled:
         return made
-    tries = _tries(closed, forwarded, arguments, budget, how, None)
-    other = _first_that_fits(tries, arguments, budget, how, to_host, [])
+    other = _first_that_fits(_tries(function, setting), setting, to_host, [])
     return made if other is None else min(made, other, key=expected_seconds)
 
 
@@ -158,14 +125,13 @@ def or_unrolled(
 _OF_STENCILS = 1 / 2
 
 
-def _large(arguments: Arguments, budget: Budget, how: How) -> dict[str, float]:
+def _large(setting: Setting) -> dict[str, float]:
     """What is too large to stay as it is where a function is cut, for `Passes.seen`."""
-    if not how.axes:
+    if not setting.how.axes:
         return {}
-    arena = budget.arena(arguments.device)
     return {
-        "largest_fft": arena // _OF_ONE_FFT,
-        "largest_carried": arena * _OF_STENCILS,
+        "largest_fft": setting.arena // _OF_ONE_FFT,
+        "largest_carried": setting.arena * _OF_STENCILS,
     }
 
 
@@ -186,14 +152,13 @@ class _Try:
 
 def _first_that_fits(
     tries: Iterator[_Try],
-    arguments: Arguments,
-    budget: Budget,
-    how: How,
+    setting: Setting,
     to_host: frozenset[int],
     refusals: list[DoesNotFit],
 ) -> "Straight | Chain | None":
     """The first program that fits; of one in which loops make anew what they read, and one
     in which they are driven and move it, the faster. `refusals` grow."""
+    how = setting.how
     first: Straight | Chain | None = None
     for each in tries:
         if how.axes and (refusals or first) and how.effort.is_enough:
@@ -201,7 +166,7 @@ def _first_that_fits(
         if first and not each.drives:
             continue  # loops make the same anew, or hold it
         try:
-            made = for_any_call(each.make, budget, how, to_host)
+            made = for_any_call(each.make, setting, to_host)
         except DoesNotFit as error:
             refusals.append(error.with_traceback(None))
             continue
@@ -214,57 +179,46 @@ def _first_that_fits(
         if first:
             return min(first, made, key=expected_seconds)
         first = made
-        if how.any_plan or not _may_rather_move(made, each, arguments, how):
+        if how.any_plan or not _may_rather_move(made, each, setting.link):
             break
     return first
 
 
-def _may_rather_move(
-    made: Straight | Chain, tried: _Try, arguments: Arguments, how: How
-) -> bool:
+def _may_rather_move(made: Straight | Chain, tried: _Try, link: Link) -> bool:
     """Whether it may be faster to move what loops make anew in a program."""
     if tried.read_bytes is None:
         return False
-    moving = tried.read_bytes / link_of(arguments.device, how.link).h2d_bytes_per_second
+    moving = tried.read_bytes / link.h2d_bytes_per_second
     return moving < CLEARLY * expected_seconds(made)
 
 
-def _tries(
-    closed: Any,
-    forwarded: Collection[int] | Mapping[int, int],
-    arguments: Arguments,
-    budget: Budget,
-    how: How,
-    condition: Condition | None,
-) -> Iterator[_Try]:
+def _tries(function: Function, setting: Setting) -> Iterator[_Try]:
     """What is tried for a function, one after the other until something fits."""
-    device = arguments.device
-    arena, expected = budget.arena(device), rates(device, how.accelerator)
-    large = _large(arguments, budget, how)
-    seen = how.passes.seen(compat.lowering_platform(device), **large)
-    flat = flatten(closed, forwarded, None, condition, seen)
+    arguments, how = setting.arguments, setting.how
+    arena, expected = setting.arena, setting.rates
+    seen = setting.seen(**_large(setting))
+    flat = function.flat(seen)
     loops_stay = takes_apart = how.streams and not how.finest
     in_blocks, read_bytes = iter(()), None
     if loops_stay:
-        large = large_for(arena, expected, seconds_per_byte(arguments, how))
+        large = large_for(arena, expected, setting.seconds_per_byte)
         inside = sunk(flat, large)
         in_blocks = with_bodies_in_blocks(inside.flat, arena, expected, seen)
         read_bytes = inside.read_bytes
     if how.axes and loops_stay:
         if has_loops_with_axes(flat, arena):
-            yield _Try(partial(in_fastest_way, flat, arguments, budget, how))
+            yield _Try(partial(in_fastest_way, flat, setting))
         for cut in in_blocks:
-            make = partial(in_fastest_way, cut, arguments, budget, how)
-            yield _Try(make, read_bytes)
-    avals = argument_avals(closed, condition)
+            yield _Try(partial(in_fastest_way, cut, setting), read_bytes)
+    avals = argument_avals(function.closed, function.condition)
 
     def streamed(attempt: int, drive_all: bool = False) -> FlatJaxpr:
-        streaming = attempts.streaming(avals, arguments, budget, attempt)
+        streaming = attempts.streaming(avals, arguments, setting.budget, attempt)
         # What is between loops is cut along axes, which may be others than the rows.
         streaming = dataclasses.replace(
             streaming, rates=expected, drive_all=drive_all, cut_arrays=not how.axes
         )
-        return flatten(closed, forwarded, streaming, condition, seen)
+        return function.flat(seen, streaming)
 
     hosted = places.where(flat, arguments).hosted
     for attempt in how.attempts if not (how.axes and how.finest) else ():
@@ -275,38 +229,31 @@ def _tries(
             if loops_stay and _takes_loops_apart(tried, flat, hosted, arena):
                 loops_stay = False  # it is the same for every attempt
                 in_one = (
-                    _Try(partial(straight, cut, arguments, budget, how), read_bytes)
-                    for cut in in_blocks
+                    _Try(partial(straight, cut, setting), read_bytes) for cut in in_blocks
                 )
-                yield from _with_whole_loops(
-                    flat, tried, in_one, seen, arguments, budget, how
-                )
+                yield from _with_whole_loops(flat, tried, in_one, seen, setting)
         else:  # what was cut along rows is to be cut along any axis instead
             tried, drives = flat, False
-        make = partial(_of_flat, tried, arguments, budget, how, attempt)
+        make = partial(_of_flat, tried, setting, attempt)
         if how.few and attempt and len(tried.equations) > _VERY_MANY:
             how.left_out.add(attempt)
-            make = partial(_left_out, budget)
+            make = partial(_left_out, setting.budget)
         yield _Try(make, drives=drives)
         if not has_loops or not how.streams:
             break
     if how.axes and takes_apart:
-        yield from _driving_all(streamed, arguments, budget, how)
+        yield from _driving_all(streamed, setting)
 
 
 def _driving_all(
-    streamed: Callable[[int, bool], FlatJaxpr],
-    arguments: Arguments,
-    budget: Budget,
-    how: How,
+    streamed: Callable[[int, bool], FlatJaxpr], setting: Setting
 ) -> Iterator[_Try]:
     """What is tried last: loops of known length are driven, and what they do is cut."""
-    arena = budget.arena(arguments.device)
-    for attempt in dict.fromkeys((how.attempts[0], how.attempts[-1])):
+    attempts = setting.how.attempts
+    for attempt in dict.fromkeys((attempts[0], attempts[-1])):
         tried = streamed(attempt, True)
-        if _is_worth_driving(tried, arena):
-            make = partial(_of_flat, tried, arguments, budget, how, attempt)
-            yield _Try(make, drives=True)
+        if _is_worth_driving(tried, setting.arena):
+            yield _Try(partial(_of_flat, tried, setting, attempt), drives=True)
 
 
 def _is_worth_driving(flat: FlatJaxpr, arena: int) -> bool:
@@ -323,21 +270,19 @@ def _with_whole_loops(
     tried: FlatJaxpr,
     in_one: Iterator[_Try],
     seen: Seen,
-    arguments: Arguments,
-    budget: Budget,
-    how: How,
+    setting: Setting,
 ) -> Iterator[_Try]:
     """What is tried rather than taking loops apart; `in_one` of these each is a task."""
-    arena, hosted = budget.arena(arguments.device), places.where(flat, arguments).hosted
+    arena, hosted = setting.arena, places.where(flat, setting.arguments).hosted
     # A loop is done for a part of the positions along an axis, rather than driven.
     has_axes = has_loops_with_axes(flat, arena, "while")
     if has_axes and not loops_read_rows(flat, hosted, seen.inline):
-        yield _Try(partial(in_fastest_way, flat, arguments, budget, how))
+        yield _Try(partial(in_fastest_way, flat, setting))
     yield from in_one
     # It becomes a few tasks, rather than very many.
     many = len(tried.equations) > max(_MOST_EQUATIONS, len(flat.equations))
     if many and has_loops_with_axes(flat, arena):
-        yield _Try(partial(moving_once, flat, arguments, budget, how))
+        yield _Try(partial(moving_once, flat, setting))
 
 
 def _takes_loops_apart(
@@ -359,34 +304,27 @@ def _left_out(budget: Budget, to_host: frozenset[int]) -> None:
 
 
 def _of_flat(
-    flat: FlatJaxpr,
-    arguments: Arguments,
-    budget: Budget,
-    how: How,
-    attempt: int,
-    to_host: frozenset[int],
+    flat: FlatJaxpr, setting: Setting, attempt: int, to_host: frozenset[int]
 ) -> "Straight | Chain":
     if any(e.driven for e in flat.equations):
-        inner = dataclasses.replace(how, attempts=(attempt,))
-        make_piece = partial(_piece, arguments)
-        return chain(flat, arguments, budget, inner, to_host, make_piece)
-    if how.axes:
-        return in_fastest_way(flat, arguments, budget, how, to_host)
-    return straight(flat, arguments, budget, how, to_host)
+        inner = setting.otherwise(attempts=(attempt,))
+        return chain(flat, inner, to_host, _piece)
+    if setting.how.axes:
+        return in_fastest_way(flat, setting, to_host)
+    return straight(flat, setting, to_host)
 
 
 def _piece(
-    arguments: Arguments,
     work: FlatJaxpr | Equation,
     held: Sequence[Held],
-    budget: Budget,
-    how: How,
+    setting: Setting,
     to_host: frozenset[int],
 ) -> Program:
-    """The program of a piece of a chain."""
+    """The program of a piece of a chain, of which the setting has the arguments."""
     if isinstance(work, Equation):
-        return driven(work, held, arguments, budget, how, make_program)
-    return _tasks_between(work, arguments_of(arguments, held), budget, how, to_host)
+        return driven(work, held, setting, make_program)
+    own = dataclasses.replace(setting, arguments=arguments_of(setting.arguments, held))
+    return _tasks_between(work, own, to_host)
 
 
 def remeasured(program: Program, gpu_bytes: int, how: How) -> Program | None:
@@ -406,22 +344,17 @@ def searched(program: Program, budget: Budget, how: How) -> Program:
     return program
 
 
-def _tasks_between(
-    flat: FlatJaxpr,
-    arguments: Arguments,
-    budget: Budget,
-    how: How,
-    to_host: Collection[int],
-) -> Straight:
+def _tasks_between(flat: FlatJaxpr, setting: Setting, to_host: Collection[int]) -> Straight:
     """One plan for the tasks between two loops or branches, cut if it must be."""
+    how = setting.how
     try:
-        return straight(flat, arguments, budget, how, to_host)
+        return straight(flat, setting, to_host)
     except DoesNotFit as error:
         if not how.axes or how.effort.is_enough:
             raise
         refusal = error.with_traceback(None)
     try:
-        return in_fastest_way(flat, arguments, budget, how, to_host)
+        return in_fastest_way(flat, setting, to_host)
     except DoesNotFit as error:
         least = lambda refusal: refusal.needed_bytes
         refusal = min(error.with_traceback(None), refusal, key=least)

@@ -30,8 +30,9 @@ from jturnip.programs.fastest import (
     plan_by,
 )
 from jturnip.programs.places import argument_bytes
-from jturnip.programs.records import How, Split, Straight
+from jturnip.programs.records import Split, Straight
 from jturnip.programs.searching import better_order
+from jturnip.programs.setting import How
 from jturnip.runtime.link import SimulatedLink
 from jturnip.runtime.schedule import Link, Schedule
 from jturnip.units import format_bytes, padded

@@ -15,21 +15,15 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from jturnip.compiler.executables import Executable
-from jturnip.compiler.report import CompileReport, Spent
-from jturnip.compiler.trials import Trials
+from jturnip.compiler.report import CompileReport
 from jturnip.frontend import tables
-from jturnip.frontend.effort import Effort
 from jturnip.frontend.partition import Group
-from jturnip.frontend.streaming import Passes
 from jturnip.frontend.values import FlatJaxpr, Parts, Window
 from jturnip.graph.plan import Plan
 from jturnip.graph.taskgraph import BufferId, TaskGraph
-from jturnip.hardware import Accelerator
-from jturnip.placement import NOTHING_KNOWN, Arguments, Returned
-from jturnip.programs import attempts, places
-from jturnip.programs.needs import Needs
-from jturnip.runtime.link import SimulatedLink
-from jturnip.runtime.schedule import Link, Schedule
+from jturnip.placement import Arguments
+from jturnip.programs import places
+from jturnip.runtime.schedule import Schedule
 
 
 # A value, and which part of it; None for all.
@@ -71,59 +65,6 @@ class Split:
         of_buffer = {self.buffers[v]: (v, None) for v in whole}
         parts = {self.buffers[s.value]: (s.source, s.window) for s in flat.slices}
         return {**of_buffer, **parts}
-
-
-@dataclass(frozen=True, slots=True)
-class How:
-    """How programs are made, beside the budget."""
-
-    strategy: str
-    # What moves bytes, where it is not the device's own link.
-    link: SimulatedLink | Link | None
-    # Where tasks are run on zeros first, to know their times: what that may take.
-    trials: Trials | None
-    # Whether every equation is a task of its own.
-    finest: bool = False
-    # Whether it is for the body of a loop, run many times with the same constants.
-    repeated: bool = False
-    # Whether arrays in host memory and loops are cut along rows first.
-    streams: bool = True
-    # Whether what does not fit is cut along its axes.
-    axes: bool = True
-    # Whether tasks are cut as fine as they can be also where that is hopeless, to know what
-    # they need then.
-    thorough: bool = False
-    # Which attempts are made (`attempts.streaming`): those inside a loop are its own.
-    attempts: tuple[int, ...] = tuple(range(attempts.ATTEMPTS))
-    # Whether attempts that make very many equations are left out, since other ways come
-    # before them; and those that were.
-    few: bool = True
-    left_out: set[int] = field(default_factory=set[int], compare=False, hash=False)
-    # Whether any plan will do, since it is only asked whether there is one.
-    any_plan: bool = False
-    # What was made before, of the same in the same room; and all that was compiled.
-    known: dict[Any, Any] = field(default_factory=dict, compare=False, hash=False)
-    needs: Needs = field(default_factory=Needs, compare=False, hash=False)
-    effort: Effort = field(default_factory=Effort, compare=False, hash=False)
-    executables: list[Any] = field(default_factory=list, compare=False, hash=False)
-    spent: Spent = field(default_factory=Spent, compare=False, hash=False)
-    passes: Passes = field(default_factory=Passes, compare=False, hash=False)
-
-    # How the function's results belong together; of what is inside it, nothing is known.
-    returned: Returned = NOTHING_KNOWN
-    # What it is planned for where it will not run here, only be predicted.
-    accelerator: Accelerator | None = None
-
-    @property
-    def compares_ways(self) -> bool:
-        """Whether a program is compared with one that is cut otherwise; strategies are
-        compared with one another, of the same tasks."""
-        return self.strategy == "auto" and not (self.any_plan or self.finest)
-
-    @property
-    def tight(self) -> bool:
-        """Whether whatever is between pieces goes to host memory."""
-        return self.attempts == (attempts.ATTEMPTS - 1,)
 
 
 # Closed-over arrays that are on the device while a function runs, and between its runs:

@@ -9,7 +9,8 @@ from jturnip.errors import DoesNotFit, HostMemoryError
 from jturnip.frontend.blocks import CUT, in_the_way
 from jturnip.frontend.values import FlatJaxpr
 from jturnip.planner.planner import refusal_of_budget
-from jturnip.programs.records import How, Program
+from jturnip.programs.records import Program
+from jturnip.programs.setting import How
 
 
 # How often the budget that a refusal asks for is tried, to find what comes after it; in how

@@ -14,15 +14,13 @@ from jturnip.frontend.overwriting import with_overwriting
 from jturnip.frontend.partition import Group, Partitioner
 from jturnip.frontend.values import FlatJaxpr
 from jturnip.graph.taskgraph import BufferId, Place, Task, TaskGraph
-from jturnip.hardware import Accelerator
-from jturnip.placement import NOTHING_KNOWN, Arguments, Budget, Returned, Whose
+from jturnip.placement import Arguments, Budget, Whose
 from jturnip.planner.planner import (
     does_not_fit,
     resident_bytes,
     smallest_budget,
     task_bytes,
 )
-from jturnip.programs.devices import rates
 from jturnip.programs.graphs import build
 from jturnip.programs.needs import Needs
 from jturnip.programs.places import (
@@ -34,6 +32,7 @@ from jturnip.programs.places import (
     values_that_stay,
 )
 from jturnip.programs.records import Split
+from jturnip.programs.setting import Setting
 from jturnip.units import padded
 
 
@@ -52,55 +51,41 @@ _FEW_HUNGRY = 4
 
 def split(
     flat: FlatJaxpr,
-    arguments: Arguments,
-    budget: Budget,
+    setting: Setting,
     to_host: Collection[int] = (),
-    finest: bool = False,
-    repeated: bool = False,
-    returned: Returned = NOTHING_KNOWN,
-    used: list[Executable] | None = None,
-    accelerator: Accelerator | None = None,
-    needs: Needs | None = None,
     most: float = math.inf,
-    spent: Spent | None = None,
 ) -> Split:
     """Cuts a function into tasks that fit in a budget, and compiles them.
 
+    Where an equation needs too much, that is the end, unless all is to be cut as fine as it
+    can be then, and the refusal to ask for what that takes (`How.thorough`).
+
     Args:
       flat: the function.
-      arguments: how its arguments are held.
-      budget: what there is, and what others take of it.
+      setting: what it is cut for. If it runs many times with the same arrays in host
+        memory, no task writes over the device's copies of these, which may stay for the
+        next run. Results that are to lie in one memory go to host memory where there is no
+        room for them on the device.
       to_host: positions of results that must end in host memory.
-      finest: whether every equation is a task of its own.
-      repeated: whether it runs many times with the same arrays in host memory: then no
-        task writes over the device's copies of these, which may stay for the next run.
-      returned: which results are to lie in one memory; those for which there is no room on
-        the device go to host memory.
-      used: grows by the executables, so that they live until they can be used again.
-      accelerator: what it is for, where that is not the device at hand.
-      needs: what some equations are known to need, of this function cut otherwise; grows.
-        Where one needs too much, that is the end; without it, all is cut as fine as it can
-        be then, and the refusal asks for what that takes.
       most: so many executables may be compiled for it.
-      spent: what was compiled for the function in any way; grows.
 
     Raises:
       TooManyTasks: more would have to be.
       DoesNotFit: where a single equation, or the caller's own arrays, need more.
     """
-    used = [] if used is None else used
-    arguments = kept(arguments, flat)
-    device = arguments.device
-    arena = budget.arena(device)
+    arguments, budget, how = kept(setting.arguments, flat), setting.budget, setting.how
+    device, arena = setting.device, setting.arena
+    used, spent = how.executables, how.spent
+    needs = None if how.thorough else how.needs
     there = values_that_stay(flat, arguments)
-    partitioner = Partitioner(flat, rates(device, accelerator), there)
+    partitioner = Partitioner(flat, setting.rates, there)
     left = arena - sum(padded(flat.types[v].nbytes) for v in there)
     _refuse_early(flat, partitioner, arguments, budget, left, used, spent)
     if needs is not None:
         finest_groups = lambda: _finest(flat, partitioner, arguments)
         needs.refuse(flat, partitioner, budget, left, finest_groups)
-    groups = partitioner.partition(0 if finest else max(0, left) // _SHARE)
-    staying = _not_to_be_lost(flat, arguments, repeated)
+    groups = partitioner.partition(0 if how.finest else max(0, left) // _SHARE)
+    staying = _not_to_be_lost(flat, arguments, how.repeated)
     compiled, times = None, 0
     while True:
         groups = with_overwriting(flat, groups, staying)
@@ -113,7 +98,7 @@ def split(
                 _refuse(flat, partitioner, hungry, graph, budget, device, needs)
         compiled = _compile(flat, groups, arguments, compiled, most, spent)
         used += compiled.executables
-        graph, buffers = build(flat, groups, arguments, compiled, to_host, accelerator)
+        graph, buffers = build(flat, groups, arguments, compiled, to_host, how.accelerator)
         if smallest_budget(graph) <= arena:
             break
         if needs is not None:
@@ -125,10 +110,10 @@ def split(
             raise _refusal(graph, budget, device)
         groups = finer
     least = lambda there: _least_when_cut(flat, partitioner, arguments, graph, arena, there)
-    away = leaving(flat, arguments, to_host, returned, arena, least)
+    away = leaving(flat, arguments, to_host, how.returned, arena, least)
     to_host = frozenset(to_host).union(away, at_home(flat, arguments))
     if away:
-        graph, buffers = build(flat, groups, arguments, compiled, to_host, accelerator)
+        graph, buffers = build(flat, groups, arguments, compiled, to_host, how.accelerator)
     return Split(
         flat=flat,
         groups=tuple(groups),

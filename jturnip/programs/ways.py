@@ -5,11 +5,10 @@ import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jturnip import compat
 from jturnip.compiler.executables import TooManyTasks
 from jturnip.errors import DoesNotFit, PlanningError
 from jturnip.frontend import costs
@@ -20,17 +19,14 @@ from jturnip.frontend.blocks import (
     ways_in_tiles,
 )
 from jturnip.frontend.costs import DeviceRates
-from jturnip.frontend.flatten import flatten
-from jturnip.frontend.inline import Condition
 from jturnip.frontend.materializing import Again
 from jturnip.frontend.values import FlatJaxpr, called, nbytes_of
 from jturnip.graph.plan import Plan
 from jturnip.graph.taskgraph import TaskGraph
-from jturnip.placement import Arguments, Budget
 from jturnip.programs import places, planning, splitting
 from jturnip.programs.again import for_any_call
-from jturnip.programs.devices import link_of, rates
-from jturnip.programs.records import How, Program, Straight
+from jturnip.programs.records import Program, Straight
+from jturnip.programs.setting import Function, Setting
 from jturnip.runtime.schedule import Link
 
 
@@ -70,54 +66,35 @@ _FIRST_WAYS = 8
 
 def straight(
     flat: FlatJaxpr,
-    arguments: Arguments,
-    budget: Budget,
-    how: How,
+    setting: Setting,
     to_host: Collection[int],
     most: float = math.inf,
 ) -> Straight:
     """One plan for all tasks, for which so many executables may be compiled."""
+    how = setting.how
     how.effort.made_tasks(len(flat.equations))
-    split = splitting.split(
-        flat,
-        arguments,
-        budget,
-        to_host,
-        how.finest,
-        how.repeated,
-        how.returned,
-        how.executables,
-        how.accelerator,
-        None if how.thorough else how.needs,
-        most,
-        how.spent,
-    )
+    split = splitting.split(flat, setting, to_host, most)
     if how.trials is not None:
         split = planning.measure(split, how.trials)
-    return planning.planned(split, budget, how)
+    return planning.planned(split, setting.budget, how)
 
 
-def in_fastest_way(
-    flat: FlatJaxpr,
-    arguments: Arguments,
-    budget: Budget,
-    how: How,
-    to_host: Collection[int],
-) -> Straight:
+def in_fastest_way(flat: FlatJaxpr, setting: Setting, to_host: Collection[int]) -> Straight:
     """One plan for all tasks, with large stretches cut in the first way that fits; where
     that moves much, or makes something anew, in the fastest of some, as predicted."""
-    make = lambda cut, *most: straight(cut, arguments, budget, how, to_host, *most)
+    how = setting.how
+    make = lambda cut, *most: straight(cut, setting, to_host, *most)
     # With other results in host memory what was found before is the first to be tried.
-    key = "cut", id(flat), arguments, budget, how
+    key = "cut", id(flat), setting
     if key in how.known:
         with contextlib.suppress(DoesNotFit):
             return make(how.known[key][-1])
     compared = _Compared(flat, make, how.any_plan)
-    if places.bytes_at_start(flat, arguments) <= budget.arena(arguments.device):
-        compared.look(_ways(flat, arguments, budget, how))
+    if places.bytes_at_start(flat, setting.arguments) <= setting.arena:
+        compared.look(_ways(flat, setting))
         if compared.found and not how.any_plan:
-            ways = functools.partial(_ways, flat, arguments, budget, how, anew=False)
-            compared.look_to_keep(ways, link_of(arguments.device, how.link))
+            ways = functools.partial(_ways, flat, setting, anew=False)
+            compared.look_to_keep(ways, setting.link)
     if compared.found:
         made = compared.best
         how.known[key] = flat, made.flat  # the one that has the id is kept
@@ -128,13 +105,7 @@ def in_fastest_way(
 
 
 def or_in_blocks(
-    made: Program,
-    closed: Any,
-    forwarded: Collection[int] | Mapping[int, int],
-    arguments: Arguments,
-    budget: Budget,
-    how: How,
-    to_host: frozenset[int] = frozenset(),
+    made: Program, function: Function, setting: Setting, to_host: frozenset[int]
 ) -> Program:
     """A program of few tasks that wait for what is moved, or write down much for one
     another, or of scans that were taken apart; or one of the same function with what is
@@ -144,40 +115,35 @@ def or_in_blocks(
     Args:
       made: of the other arguments, as for `make_program`.
     """
+    how = setting.how
     if not isinstance(made, Straight) or not how.compares_ways or not how.axes:
         return made
     may_gain = _waits(made) and not moves_little(made.plan, made.flat)
-    may_gain |= _writes_down_much(made, rates(arguments.device, how.accelerator))
-    if len(made.split.graph.tasks) > _SOME_TASKS or not (may_gain or _has_bodies(closed)):
+    may_gain |= _writes_down_much(made, setting.rates)
+    if len(made.split.graph.tasks) > _SOME_TASKS:
         return made
-    seen = how.passes.seen(compat.lowering_platform(arguments.device))
-    flat = flatten(closed, forwarded, None, None, seen)
+    if not (may_gain or _has_bodies(function.closed)):
+        return made
+    flat = function.flat(setting.seen())
     loops = _loops(flat)
     apart = bool(loops - _loops(made.flat))  # parts of a loop have all its iterations
-    scans = apart and has_loops_with_axes(flat, budget.arena(arguments.device))
+    scans = apart and has_loops_with_axes(flat, setting.arena)
     if not (scans or (may_gain and not loops)):
         return made
     found = [made]
-    for ways in itertools.islice(_ways(flat, arguments, budget, how), _WAYS_BESIDE):
+    for ways in itertools.islice(_ways(flat, setting), _WAYS_BESIDE):
         for cut in () if ways.doubtful else ways.cut:
             more = len(cut.equations) > len(flat.equations)
             if more and not (scans or ways.in_tiles):
                 continue  # over more tasks: it would be moved as well
-            make = functools.partial(straight, cut, arguments, budget, how)
+            make = functools.partial(straight, cut, setting)
             with contextlib.suppress(PlanningError):
-                found.append(for_any_call(make, budget, how, to_host))
+                found.append(for_any_call(make, setting, to_host))
     return _fastest(found)
 
 
 def or_in_tiles(
-    made: Program,
-    closed: Any,
-    forwarded: Collection[int] | Mapping[int, int],
-    arguments: Arguments,
-    budget: Budget,
-    how: How,
-    to_host: frozenset[int] = frozenset(),
-    condition: Condition | None = None,
+    made: Program, function: Function, setting: Setting, to_host: frozenset[int]
 ) -> Program:
     """A program of tasks that move much; or one of the same function in which what windows
     slide over is done in tiles, if that is predicted to be faster.
@@ -185,36 +151,32 @@ def or_in_tiles(
     Args:
       made: of the other arguments, as for `make_program`.
     """
-    if not isinstance(made, Straight) or not how.compares_ways:
+    if not isinstance(made, Straight) or not setting.how.compares_ways:
         return made
     if moves_little(made.plan, made.flat):
         return made
-    seen = how.passes.seen(compat.lowering_platform(arguments.device))
-    flat = flatten(closed, forwarded, None, condition, seen)
-    where = places.where(flat, arguments)
-    arena = budget.arena(arguments.device) - nbytes_of(flat, where.staying)
+    seen = setting.seen()
+    flat = function.flat(seen)
+    where = places.where(flat, setting.arguments)
+    arena = setting.arena - nbytes_of(flat, where.staying)
     for ways in ways_in_tiles(flat, where, arena, seen.rules) if arena > 0 else ():
-        make = functools.partial(straight, ways.cut[0], arguments, budget, how)
+        make = functools.partial(straight, ways.cut[0], setting)
         with contextlib.suppress(PlanningError):
-            return _fastest([made, for_any_call(make, budget, how, to_host)])
+            return _fastest([made, for_any_call(make, setting, to_host)])
     return made
 
 
 def moving_once(
-    flat: FlatJaxpr,
-    arguments: Arguments,
-    budget: Budget,
-    how: How,
-    to_host: Collection[int],
+    flat: FlatJaxpr, setting: Setting, to_host: Collection[int]
 ) -> Straight | None:
     """The same, in one of the first ways in which nothing moves twice, or nothing waits for
     what moves; else None."""
-    if places.bytes_at_start(flat, arguments) > budget.arena(arguments.device):
+    if places.bytes_at_start(flat, setting.arguments) > setting.arena:
         return None
-    for together in itertools.islice(_ways(flat, arguments, budget, how), _FIRST_WAYS):
+    for together in itertools.islice(_ways(flat, setting), _FIRST_WAYS):
         for cut in together.cut:
             with contextlib.suppress(DoesNotFit):
-                made = straight(cut, arguments, budget, how, to_host)
+                made = straight(cut, setting, to_host)
                 if moves_little(made.plan, flat, 1) or not _waits(made):
                     return made
     return None
@@ -405,29 +367,16 @@ def _bytes_of_ends(flat: FlatJaxpr) -> int:
 
 
 def _ways(
-    flat: FlatJaxpr,
-    arguments: Arguments,
-    budget: Budget,
-    how: How,
-    anew: bool = True,
-    keep: bool = False,
+    flat: FlatJaxpr, setting: Setting, anew: bool = True, keep: bool = False
 ) -> Iterator[Ways]:
-    device = arguments.device
-    expected = rates(device, how.accelerator)
     return cut_along_axes(
         flat,
-        places.where(flat, arguments),
-        budget.arena(device),
-        expected,
-        device.platform,
-        seconds_per_byte(arguments, how),
+        places.where(flat, setting.arguments),
+        setting.arena,
+        setting.rates,
+        setting.device.platform,
+        setting.seconds_per_byte,
         anew,
-        how.effort,
+        setting.how.effort,
         keep,
     )
-
-
-def seconds_per_byte(arguments: Arguments, how: How) -> float:
-    """What it takes to move a byte to host memory and back."""
-    link = link_of(arguments.device, how.link)
-    return 1 / link.h2d_bytes_per_second + 1 / link.d2h_bytes_per_second

@@ -21,8 +21,9 @@ from jturnip.programs.bounds import least_whole_bytes, whole_bytes
 from jturnip.programs.calibration import calibrate
 from jturnip.programs.keeping import keeping
 from jturnip.programs.make import make_program, or_unrolled, remeasured, searched
-from jturnip.programs.records import How, Program
+from jturnip.programs.records import Program
 from jturnip.programs.refusals import explained, refusal_that_is_true
+from jturnip.programs.setting import Function, How, Setting
 from jturnip.programs.ways import or_in_blocks
 from jturnip.runners.whole import Moves, moves_of, whole_plan
 from jturnip.stages import residuals
@@ -242,17 +243,19 @@ class Budgeted:
     def _in_some_way(self, how: How) -> Program:
         """As it is; then with what is ours in host memory; then cut along axes, with loops
         in one piece first; then with loops taken apart into very many equations."""
-        closed, own = self.asked.traced.jaxpr, Budget(self.gpu_bytes)
-        forwarded = forwardable(self._given)
+        function = Function(self.asked.traced.jaxpr, forwardable(self._given))
         to_host = self.wanted.places(on_host=True)
-        made = functools.partial(make_program, closed, forwarded, to_host=to_host)
         without_rows = self._without_rows()
         here = how if without_rows is None else dataclasses.replace(how, streams=False)
 
+        def made(nbytes: int, how: How) -> Program:
+            setting = Setting(self._given, Budget(nbytes), how)
+            return make_program(function, setting, to_host)
+
         def uncut(thorough: bool = False, few: bool = True) -> Program:
             as_it_is = dataclasses.replace(here, axes=False, thorough=thorough, few=few)
-            program = made(self._given, own, as_it_is)
-            asked = closed, forwarded, self._given, own, here, to_host
+            program = made(self.gpu_bytes, as_it_is)
+            asked = function, Setting(self._given, Budget(self.gpu_bytes), here), to_host
             return or_unrolled(or_in_blocks(program, *asked), *asked)
 
         try:
@@ -267,7 +270,7 @@ class Budgeted:
         refusals: list[DoesNotFit] = []
         for way in ways:
             try:
-                return made(self._given, own, way)
+                return made(self.gpu_bytes, way)
             except DoesNotFit as error:
                 refusals.append(error.with_traceback(None))
         if how.left_out:
@@ -284,8 +287,7 @@ class Budgeted:
                 return uncut(thorough=True, few=False)
             except DoesNotFit as error:
                 by_rows = error.with_traceback(None)
-        make = lambda nbytes, how: made(self._given, Budget(nbytes), how)
-        refusal = refusal_that_is_true(make, how, cut, by_rows, self._runs_whole_in)
+        refusal = refusal_that_is_true(made, how, cut, by_rows, self._runs_whole_in)
         raise explained(refusal, self.flattened.flat, self._given.device) from None
 
     def _may_take_loops_apart(self, refusal: DoesNotFit) -> bool:

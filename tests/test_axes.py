@@ -395,7 +395,12 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...]]] = {
     ),
     "states row by row": (states_row_by_row, (numbers(16, 2048), numbers(16, 16) / 4)),
 }
-SLOW = ("its gradients", "a mixture of experts")
+SLOW = (
+    "its gradients",
+    "a mixture of experts",
+    "sums of states",
+    "running extremes of a long row",
+)
 
 
 @pytest.mark.long
@@ -764,6 +769,7 @@ def test_series_hold_more_than_they_give():
     assert f.last_run.peak_bytes <= gpu_bytes
 
 
+@pytest.mark.long
 def test_gamma_variates_are_made_for_some_rows_at_a_time():
     """Each of a key of its own, which is made of its position."""
     fn = lambda a: jax.random.gamma(jax.random.key(3), a)

@@ -259,7 +259,7 @@ def test_layers_that_are_normalised_in_a_budget():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("share", [2, 3])
+@pytest.mark.parametrize("share", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_costs_that_are_read_again_in_a_budget(share: int):
     gpu_bytes = jturnip.peak_bytes(transport, *ARGS) // share
     f = jturnip.jit(transport, gpu_bytes)

@@ -161,6 +161,7 @@ def small_programs(areas: Sequence[str] | None = None) -> Iterator[Any]:
                     yield built
 
 
+@pytest.mark.long
 def test_parts_are_what_the_rules_say():
     checked = Checked(_APIECE)
     for case in small_programs(_SMALL):

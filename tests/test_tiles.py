@@ -208,7 +208,7 @@ names = st.lists(st.sampled_from([*STEPS]), min_size=1, max_size=4)
 
 
 @pytest.mark.long
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(names, st.integers(33, 70), st.integers(5, 40), st.floats(0.7, 1.5))
 def test_any_steps_give_the_same(steps: list[str], rows: int, columns: int, share: float):
     def fn(u: Any) -> Any:

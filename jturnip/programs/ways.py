@@ -60,6 +60,8 @@ _WAYS_BESIDE = 3
 # The same where no more tasks than so many read and write much for one another: attention
 # with a bias took twice as long over 39 tasks as in blocks.
 _FEW_TASKS = 100
+# What goes in and comes out moves so many times if only borders of tiles move twice.
+_WITH_BORDERS = 1.3
 # So many ways are looked at for one in which nothing moves twice.
 _FIRST_WAYS = 8
 
@@ -155,15 +157,40 @@ def or_in_tiles(
         return made
     if moves_little(made.plan, made.flat):
         return made
-    seen = setting.seen()
-    flat = function.flat(seen)
-    where = places.where(flat, setting.arguments)
-    arena = setting.arena - nbytes_of(flat, where.staying)
-    for ways in ways_in_tiles(flat, where, arena, seen.rules) if arena > 0 else ():
+    for ways in _in_tiles(function.flat(setting.seen()), setting):
         make = functools.partial(straight, ways.cut[0], setting)
         with contextlib.suppress(PlanningError):
             return _fastest([made, for_any_call(make, setting, to_host)])
     return made
+
+
+def surely_in_tiles(
+    flat: FlatJaxpr, setting: Setting, to_host: frozenset[int]
+) -> Straight | None:
+    """One plan for all tasks, with what windows slide over done in tiles, where that is all
+    that does not fit, and nothing moves twice, or nothing waits for what moves; None where
+    there is no such plan, and another may be faster.
+
+    Few tasks that are alike compile in a part of the time of many that are not.
+    """
+    if not setting.how.compares_ways or not setting.how.axes:
+        return None
+    for ways in _in_tiles(flat, setting):
+        if ways.doubtful:
+            continue
+        make = functools.partial(straight, ways.cut[0], setting)
+        with contextlib.suppress(PlanningError):
+            made = for_any_call(make, setting, to_host)
+            once = moves_little(made.plan, flat, _WITH_BORDERS)
+            return made if once or not _waits(made) else None
+    return None
+
+
+def _in_tiles(flat: FlatJaxpr, setting: Setting) -> Iterator[Ways]:
+    where = places.where(flat, setting.arguments)
+    arena = setting.arena - nbytes_of(flat, where.staying)
+    if arena > 0:
+        yield from ways_in_tiles(flat, where, arena, setting.seen().rules)
 
 
 def moving_once(

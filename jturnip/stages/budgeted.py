@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from jturnip import placement
@@ -24,7 +24,7 @@ from jturnip.programs.make import make_program, or_unrolled, remeasured, searche
 from jturnip.programs.records import Program
 from jturnip.programs.refusals import explained, refusal_that_is_true
 from jturnip.programs.setting import Function, How, Setting
-from jturnip.programs.ways import or_in_blocks
+from jturnip.programs.ways import or_in_blocks, surely_in_tiles
 from jturnip.runners.whole import Moves, moves_of, whole_plan
 from jturnip.stages import residuals
 from jturnip.stages.asked import Asked
@@ -230,7 +230,8 @@ class Budgeted:
         if used is not None:
             how = dataclasses.replace(how, executables=used)
         try:
-            return searched(self._in_some_way(how), Budget(self.gpu_bytes), how)
+            program = self._in_tiles(how) or self._in_some_way(how)
+            return searched(program, Budget(self.gpu_bytes), how)
         except DoesNotFit as refusal:
             # Who is refused asks for more, and needs most of them again.
             self._of_refusal = how.executables
@@ -239,6 +240,13 @@ class Budgeted:
             self.flattened.passes.clear()
             how.known.clear()  # it knows itself, and by the trials this function
             how.needs.clear()
+
+    def _in_tiles(self, how: How) -> Program | None:
+        """In tiles, if windows slide over all that does not fit."""
+        flat, to_host = self.flattened.flat, self.wanted.places(on_host=True)
+        assert flat is not None
+        setting = Setting(self._given, Budget(self.gpu_bytes), how)
+        return surely_in_tiles(flat, setting, to_host)
 
     def _in_some_way(self, how: How) -> Program:
         """As it is; then with what is ours in host memory; then cut along axes, with loops
@@ -258,24 +266,23 @@ class Budgeted:
             asked = function, Setting(self._given, Budget(self.gpu_bytes), here), to_host
             return or_unrolled(or_in_blocks(program, *asked), *asked)
 
+        def cut_somehow() -> Iterator[Callable[[], Program]]:
+            yield functools.partial(made, self.gpu_bytes, here)
+            if without_rows is not None and self._may_take_loops_apart(without_rows):
+                yield functools.partial(made, self.gpu_bytes, how)
+            if how.left_out:
+                yield functools.partial(uncut, few=False)
+
         try:
             return uncut()
         except DoesNotFit:
             self._given = on_host_all(self._given)
         with contextlib.suppress(DoesNotFit):
             return uncut()
-        ways = [here]
-        if without_rows is not None and self._may_take_loops_apart(without_rows):
-            ways.append(how)
         refusals: list[DoesNotFit] = []
-        for way in ways:
+        for make in cut_somehow():
             try:
-                return made(self.gpu_bytes, way)
-            except DoesNotFit as error:
-                refusals.append(error.with_traceback(None))
-        if how.left_out:
-            try:
-                return uncut(few=False)
+                return make()
             except DoesNotFit as error:
                 refusals.append(error.with_traceback(None))
         cut = min(refusals, key=lambda refusal: refusal.needed_bytes)

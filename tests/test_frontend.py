@@ -322,7 +322,10 @@ def orders(draw: st.DrawFn) -> tuple[list[bool], list[bool], list[tuple[int, ...
         not is_heavy and len(of) == 1 and draw(st.booleans())
         for is_heavy, of in zip(heavy, operands, strict=True)
     ]
-    return heavy, glued, operands, order_equations(heavy, glued, operands)
+    reduces = [draw(st.booleans()) for _ in heavy]
+    arguments = [draw(st.sets(st.integers(0, 4), max_size=2)) for _ in heavy]
+    order = order_equations(heavy, glued, operands, reduces, arguments)
+    return heavy, glued, operands, order
 
 
 @given(orders())
@@ -347,9 +350,11 @@ def test_what_is_glued_comes_right_after_what_it_reads(drawn: Any):
     at = {e: position for position, e in enumerate(order.equations)}
     for e in at:
         if glued[e]:
-            # Only others that are glued to the same, or to those, may stand between.
-            between = order.equations[at[operands[e][0]] + 1 : at[e]]
-            assert all(glued[other] for other in between)
+            # Only others that are glued to the same, or what makes little of those.
+            of = {operands[e][0]}
+            for other in order.equations[at[operands[e][0]] + 1 : at[e]]:
+                assert of.intersection(operands[other])
+                of.add(other)
 
 
 def test_what_leads_to_no_heavy_work_follows_what_it_depends_on():
@@ -362,6 +367,37 @@ def test_what_depends_on_no_heavy_work_comes_before_its_first_reader():
     # 0 is a mask that only the second heavy equation reads.
     order = order_equations([False, True, True], [False] * 3, [(), (), (0,)])
     assert order.equations == (1, 0, 2)
+
+
+@pytest.mark.parametrize(
+    ("operands", "reduces", "arguments", "expected"),
+    [
+        # 3 makes little of what 0 made; so does 4, for 5, once 3 is there.
+        ([(), (0,), (1,), (0,)], [3], [], (0, 3, 1, 2)),
+        ([(), (0,), (1,), (0,), (0, 3), (2, 4)], [4], [], (0, 3, 4, 1, 2, 5)),
+        # 2 makes little of an argument that 1 reads too; 3 is what only 2 reads.
+        ([(), (0,), (), ()], [2], [(), (7,), (7,), ()], (0, 1, 2, 3)),
+        ([(), (0,), (1,), (), (3,)], [4], [(), (7,), (), (7,), ()], (0, 1, 3, 4, 2)),
+    ],
+)
+def test_what_makes_little_of_much_comes_as_soon_as_it_can(
+    operands: list[tuple[int, ...]],
+    reduces: list[int],
+    arguments: list[tuple[int, ...]],
+    expected: tuple[int, ...],
+):
+    none = [False] * len(operands)
+    reducing = [e in reduces for e in range(len(operands))]
+    order = order_equations(none, none, operands, reducing, arguments)
+    assert order.equations == expected
+
+
+def test_what_heavy_work_needs_of_much_keeps_its_place():
+    # 2 makes little of what 0 made, for 3, which is heavy, as is 1.
+    heavy, reduces = [True, True, False, True], [False, False, True, False]
+    operands = [(), (0,), (0,), (1, 2)]
+    order = order_equations(heavy, [False] * 4, operands, reduces)
+    assert order.equations == (0, 1, 2, 3)
 
 
 def test_an_update_follows_the_gradient_it_uses_up():

@@ -27,7 +27,7 @@ def forms_of(fn: Callable[..., Any], x: Any, share: float) -> list[FlatJaxpr]:
     """A function of an array in host memory in tiles, with so many times its bytes."""
     flat = flat_of(fn, x)
     where = Where(frozenset(flat.inputs))
-    return list(in_tiles(flat, where, int(share * x.nbytes), Known()))
+    return [tiled.flat for tiled in in_tiles(flat, where, int(share * x.nbytes), Known())]
 
 
 def read_bytes(flat: FlatJaxpr) -> int:

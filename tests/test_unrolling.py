@@ -39,15 +39,19 @@ def scan_of(fn: Callable[..., Any], *args: Any) -> Any:
     return scan
 
 
-@pytest.mark.parametrize("count", [2, 3, 4, 5, 8, 9, 11])
-def test_several_iterations_in_one_give_the_same(count: int):
+@pytest.mark.parametrize(
+    ("count", "grouped"),
+    [(2, []), (4, []), (5, []), (8, [2]), (9, [3]), (11, [2])],
+)
+def test_several_iterations_in_one_give_the_same(count: int, grouped: list[int]):
+    """At most four, and as many each time as may be: three, three and three of nine."""
     u, speed = field(9, 7), field(9, 7) * 2
     fn = lambda u, speed: waves(u, speed, count)
     scan = scan_of(fn, u, speed)
-    made = several_at_once(scan, 20)
+    made = several_at_once(scan, 100)
     assert made is not None
     lengths = [e.params["length"] for e in made.jaxpr.eqns if e.primitive.name == "scan"]
-    assert lengths == ([count // 4] if count >= 8 else [])
+    assert lengths == grouped
     times = jnp.arange(float(count))
     found = jax.jit(jaxpr_as_fun(made))(u, speed, times)
     (u_end, speed_end), most = jax.jit(fn)(u, speed)
@@ -87,7 +91,7 @@ def test_stencils_are_told_from_other_loops(fn: Callable[[Any], Any], is_one: bo
             for e in seen.inline(closed).equations
             if e.name == "scan"
         ]
-        assert lengths == ([2] if expected else [8])
+        assert lengths == ([] if expected else [8])
         assert bool(seen.unrolled) == expected
 
 
@@ -102,9 +106,8 @@ def test_what_a_loop_carries_moves_once_for_several_iterations():
         jax.tree.map(assert_same, found, expected)
         report = f.last_run
         assert report.peak_bytes <= gpu_bytes
-        # Four iterations, four, and two, with borders; and a copy that the loop owns.
-        most = 1.15 * (3 + 1) * 2 * u.nbytes
-        assert max(report.h2d_bytes, report.d2h_bytes) <= most
+        # All ten at once, with borders, and the largest value of each by the way.
+        assert max(report.h2d_bytes, report.d2h_bytes) <= 1.15 * 2 * u.nbytes
 
 
 @pytest.mark.long

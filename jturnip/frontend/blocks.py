@@ -77,8 +77,8 @@ class Ways:
     """Ways to cut a function that come together: the faster is to be taken."""
 
     cut: tuple[FlatJaxpr, ...]
-    # Whether more is there at once than there is room for: put together of parts, where it
-    # only fits if XLA fuses that with what reads it; or left over.
+    # Whether more is put together of parts than there is room for. Only where XLA fuses
+    # that with what reads it, it fits.
     doubtful: bool = False
     # Whether something large is made anew for each that reads it, rather than kept; what
     # is made anew in loops over blocks; and whether tasks keep what others would make anew.
@@ -87,6 +87,10 @@ class Ways:
     keeps: bool = False
     # Whether windows slide over tiles that overlap: what is between does not move.
     in_tiles: bool = False
+    # Of such, whether all that does not fit is in tiles, each done once; and whether these
+    # are of one stretch, so that nothing leaves between.
+    in_all: bool = False
+    in_one: bool = False
 
 
 def _tries(keep: bool) -> Iterator[tuple[int, float, int, bool, bool, float]]:
@@ -137,10 +141,10 @@ def cut_along_axes(
     search = where, arena, rates, platform, known, effort, keep
     rest: list[Ways] = []
     for ways in ways_in_tiles(flat, where, arena, known):
-        if ways.doubtful:
-            rest.append(ways)
-        else:
+        if ways.in_all:
             yield ways
+        else:
+            rest.append(ways)
     doubtful: list[Ways] = []
     flat = sliced_on_host(flat, where.hosted)
     large = large_for(arena, rates, seconds_per_byte)
@@ -157,7 +161,7 @@ def cut_along_axes(
             else:
                 doubtful.append(dataclasses.replace(ways, doubtful=True))
     for ways in rest:  # with what is left over cut as well
-        yield dataclasses.replace(ways, doubtful=False)
+        yield ways
         yield from _in_some_ways(ways.cut[0], *search)
     yield from doubtful
 
@@ -165,12 +169,13 @@ def cut_along_axes(
 def ways_in_tiles(
     flat: FlatJaxpr, where: Where, arena: int, known: Known
 ) -> Iterator[Ways]:
-    """The function with what windows slide over in tiles, if there is anything; doubtful
-    where something is left over that does not fit."""
+    """The function with what windows slide over in tiles, if there is anything."""
     # A tile reads what it needs of an array once, whatever parts that is put together of.
     flat = sliced_on_host(flat, where.hosted, overlapping=False)
-    for cut in tiling.in_tiles(flat, where, arena, known):
-        yield Ways((cut,), doubtful=not _fits(cut, arena, where), in_tiles=True)
+    for tiled in tiling.in_tiles(flat, where, arena, known):
+        in_all = tiled.loops == 1 and _fits(tiled.flat, arena, where)
+        in_one = in_all and tiled.stretches == 1
+        yield Ways((tiled.flat,), in_tiles=True, in_all=in_all, in_one=in_one)
 
 
 def _written_otherwise(

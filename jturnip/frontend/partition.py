@@ -38,6 +38,7 @@ _LAYOUT = frozenset(
 # Row-major arrays keep their bytes under these, if none are added.
 _RENAMING = RENAMING | {"broadcast_in_dim"}
 SMALL = 4096  # bytes of a value that is not worth a thought
+_LITTLE = 8  # what reads so many times what it writes makes little of much
 _BLOWN_UP = 4  # a broadcast that grows its operand this much is repeated
 _WORTH_CUTTING = 0.7  # a cut helps if no half holds more than this share
 _DEEPEST = 12  # equations that one reader may have to repeat
@@ -87,7 +88,13 @@ class Partitioner:
             for e in range(len(flat.equations))
         ]
         heavy = [e.name in HEAVY for e in flat.equations]
-        ordered = order_equations(heavy, self._glued(heavy, operands), operands)
+        ordered = order_equations(
+            heavy,
+            self._glued(heavy, operands),
+            operands,
+            self._reduces(),
+            [self._arguments(e) for e in range(len(flat.equations))],
+        )
         # Repeated equations have no place of their own.
         self._order: list[int] = []
         self._cuts: set[int] = set()
@@ -169,6 +176,23 @@ class Partitioner:
             follows = len(of) == 1 and (heavy[of[0]] or glued[of[0]])
             glued.append(follows and equation.name in _LAYOUT and len(self._reads[e]) == 1)
         return glued
+
+    def _arguments(self, e: int) -> list[int]:
+        if e in self._repeated:
+            return []
+        return [v for v in self._reads[e] if v not in self._writer]
+
+    def _reduces(self) -> list[bool]:
+        """Whether each makes little of much."""
+        total = lambda values: sum(self._nbytes[v] for v in values)
+        return [
+            e not in self._repeated
+            and total(reads) > SMALL
+            and _LITTLE * total(equation.outputs) <= total(reads)
+            for e, (equation, reads) in enumerate(
+                zip(self._flat.equations, self._reads, strict=True)
+            )
+        ]
 
     # -- cutting -----------------------------------------------------------------------
 

@@ -50,9 +50,18 @@ _SEEDS = 2
 _WHILE_READ = frozenset("slice broadcast_in_dim".split())
 
 
-def in_tiles(
-    flat: FlatJaxpr, where: Where, arena: int, known: Known
-) -> Iterator[FlatJaxpr]:
+@dataclass(frozen=True, slots=True)
+class Tiled:
+    """A function with stretches over which windows slide in tiles."""
+
+    flat: FlatJaxpr
+    # How many stretches, and how often at most one is gone through, since what is read of
+    # it follows from all of it.
+    stretches: int
+    loops: int
+
+
+def in_tiles(flat: FlatJaxpr, where: Where, arena: int, known: Known) -> Iterator[Tiled]:
     """The function with large stretches over which windows slide in tiles: in few, if XLA
     fuses what it may, then in more; nothing where there are none."""
     most = arena * _AS_A_WHOLE
@@ -75,7 +84,8 @@ def in_tiles(
             and how not in seen
             and _equations(with_writes, cuttings) <= _MOST_EQUATIONS
         ):
-            yield with_cuttings(stretches, cuttings)
+            loops = max(tiles.stretch.loops for tiles in cuttings)
+            yield Tiled(with_cuttings(stretches, cuttings), len(cuttings), loops)
         seen.append(how)
 
 

@@ -24,9 +24,10 @@ from jturnip.frontend.tiles import axes_of
 from jturnip.frontend.values import FlatJaxpr, Type, touched
 
 
-# So many iterations become one, if together they have no more equations than so many: XLA
-# compiles that for the first tile, the last one, and those between.
-_AT_ONCE = 4
+# So many iterations become one at most, if together they have no more equations than so
+# many: XLA compiles that for the first tile, the last one, and those between. Where borders
+# are too much work for so many, tiles are of fewer.
+_AT_ONCE = 32
 _MOST_EQUATIONS = 400
 # What is scanned and stacked takes this share of what is carried at most.
 _LITTLE = 1 / 8
@@ -99,9 +100,10 @@ def several_at_once(eqn: Any, equations: int) -> Any | None:
     """A scan of so many equations with several iterations in one, as a jaxpr of what it
     reads; None where it is too short or too large."""
     length = eqn.params["length"]
-    count = min(_AT_ONCE, length, _MOST_EQUATIONS // max(1, equations))
-    if count < 2:
+    most = min(_AT_ONCE, length, _MOST_EQUATIONS // max(1, equations))
+    if most < 2:
         return None
+    count = -(-length // -(-length // most))  # as many each time
     consts, carries, _ = scan_counts(eqn)
     body = jaxpr_as_fun(eqn.params["jaxpr"])
     many = length - length % count

@@ -95,7 +95,11 @@ class Function:
         Raises:
           UnsupportedError: for what cannot be taken apart.
         """
-        return flatten(self.closed, self.forwarded, streaming, self.condition, seen)
+        make = lambda: flatten(self.closed, self.forwarded, streaming, self.condition, seen)
+        if streaming is not None:
+            return make()
+        # Kept with what it was made of, so that the ids stay theirs.
+        return seen.once(self.closed, ("flat", self.key), lambda: (self, make()))[1]
 
     @property
     def key(self) -> Any:

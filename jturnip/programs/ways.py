@@ -133,10 +133,10 @@ def or_in_blocks(
     if not (scans or (may_gain and not loops)):
         return made
     found = [made]
-    for ways in itertools.islice(_ways(flat, setting), _WAYS_BESIDE):
+    others = (ways for ways in _ways(flat, setting) if not ways.in_tiles)
+    for ways in itertools.islice(others, _WAYS_BESIDE):
         for cut in () if ways.doubtful else ways.cut:
-            more = len(cut.equations) > len(flat.equations)
-            if more and not (scans or ways.in_tiles):
+            if len(cut.equations) > len(flat.equations) and not scans:
                 continue  # over more tasks: it would be moved as well
             make = functools.partial(straight, cut, setting)
             with contextlib.suppress(PlanningError):
@@ -168,15 +168,15 @@ def surely_in_tiles(
     flat: FlatJaxpr, setting: Setting, to_host: frozenset[int]
 ) -> Straight | None:
     """One plan for all tasks, with what windows slide over done in tiles, where that is all
-    that does not fit, and nothing moves twice, or nothing waits for what moves; None where
-    there is no such plan, and another may be faster.
+    that does not fit, in one stretch, and nothing moves twice, or nothing waits for what
+    moves; None where there is no such plan, and another may be faster.
 
     Few tasks that are alike compile in a part of the time of many that are not.
     """
     if not setting.how.compares_ways or not setting.how.axes:
         return None
     for ways in _in_tiles(flat, setting):
-        if ways.doubtful:
+        if not ways.in_one:
             continue
         make = functools.partial(straight, ways.cut[0], setting)
         with contextlib.suppress(PlanningError):

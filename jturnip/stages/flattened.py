@@ -9,12 +9,12 @@ import jax
 
 from jturnip import compat, memory, placement
 from jturnip.errors import UnsupportedError
-from jturnip.frontend.flatten import flatten
 from jturnip.frontend.inline import pruned_arguments
 from jturnip.frontend.streaming import Passes
 from jturnip.frontend.values import FlatJaxpr, Type
 from jturnip.placement import Arguments, Whose
 from jturnip.programs import places
+from jturnip.programs.setting import Function
 from jturnip.stages.asked import Asked
 from jturnip.units import padded
 
@@ -34,8 +34,7 @@ class Flattened:
         self.unsupported: UnsupportedError | None = None
         seen = self.passes.seen(compat.lowering_platform(self.given.device))
         try:
-            forwarded = forwardable(self.given)
-            self.flat = flatten(self._traced.jaxpr, forwarded, seen=seen)
+            self.flat = Function(self._traced.jaxpr, forwardable(self.given)).flat(seen)
         except UnsupportedError as error:
             self.unsupported = error
         else:

@@ -91,6 +91,9 @@ class Ways:
     # are of one stretch, so that nothing leaves between.
     in_all: bool = False
     in_one: bool = False
+    # Whether smaller tasks than there are at first are hardly of use, if it does not fit:
+    # what XLA was to fuse is written down then.
+    fused: bool = False
 
 
 def _tries(keep: bool) -> Iterator[tuple[int, float, int, bool, bool, float]]:
@@ -175,7 +178,13 @@ def ways_in_tiles(
     for tiled in tiling.in_tiles(flat, where, arena, known):
         in_all = tiled.loops == 1 and _fits(tiled.flat, arena, where)
         in_one = in_all and tiled.stretches == 1
-        yield Ways((tiled.flat,), in_tiles=True, in_all=in_all, in_one=in_one)
+        yield Ways(
+            (tiled.flat,),
+            in_tiles=True,
+            in_all=in_all,
+            in_one=in_one,
+            fused=tiled.fused,
+        )
 
 
 def _written_otherwise(

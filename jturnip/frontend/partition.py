@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from jturnip.frontend.costs import HEAVY, RENAMING, DeviceRates, has_one_of
+from jturnip.frontend.costs import HEAVY, REDUCTIONS, RENAMING, DeviceRates, has_one_of
 from jturnip.frontend.memory_model import Model, Segment
 from jturnip.frontend.order import order_equations
 from jturnip.frontend.values import FlatJaxpr
@@ -183,10 +183,10 @@ class Partitioner:
         return [v for v in self._reads[e] if v not in self._writer]
 
     def _reduces(self) -> list[bool]:
-        """Whether each makes little of much."""
+        """Whether each makes little of much: a slice is no less for its reader to do."""
         total = lambda values: sum(self._nbytes[v] for v in values)
         return [
-            e not in self._repeated
+            equation.name in REDUCTIONS
             and total(reads) > SMALL
             and _LITTLE * total(equation.outputs) <= total(reads)
             for e, (equation, reads) in enumerate(

@@ -59,6 +59,8 @@ class Tiled:
     # it follows from all of it.
     stretches: int
     loops: int
+    # Whether it is expected to fit only if XLA fuses what it may.
+    fused: bool
 
 
 def in_tiles(flat: FlatJaxpr, where: Where, arena: int, known: Known) -> Iterator[Tiled]:
@@ -85,7 +87,8 @@ def in_tiles(flat: FlatJaxpr, where: Where, arena: int, known: Known) -> Iterato
             and _equations(with_writes, cuttings) <= _MOST_EQUATIONS
         ):
             loops = max(tiles.stretch.loops for tiles in cuttings)
-            yield Tiled(with_cuttings(stretches, cuttings), len(cuttings), loops)
+            made = with_cuttings(stretches, cuttings)
+            yield Tiled(made, len(cuttings), loops, fused)
         seen.append(how)
 
 

@@ -120,6 +120,25 @@ def or_unrolled(
     return made if other is None else min(made, other, key=expected_seconds)
 
 
+def surely_unrolled(
+    function: Function, setting: Setting, to_host: frozenset[int]
+) -> Program | None:
+    """A program in which several iterations of a loop are one, in tiles, where what a loop
+    carries does not fit beside what it becomes: done one by one, each iteration would move
+    all of it. None where there is none, or another may be faster."""
+    if not setting.how.compares_ways or not setting.how.axes:
+        return None
+    if not carries_more(function.closed, setting.arena):
+        return None
+    seen = setting.seen(**_large(setting))
+    function.flat(seen)
+    if not seen.unrolled:
+        return None
+    made = _first_that_fits(_tries(function, setting), setting, to_host, [])
+    moves_much = isinstance(made, Straight) and not moves_little(made.plan, made.flat)
+    return None if moves_much else made
+
+
 # Of stencils that carry more than this share of what there is, in and out, several
 # iterations are done at once.
 _OF_STENCILS = 1 / 2

@@ -20,7 +20,13 @@ from jturnip.programs import bounds
 from jturnip.programs.bounds import least_whole_bytes, whole_bytes
 from jturnip.programs.calibration import calibrate
 from jturnip.programs.keeping import keeping
-from jturnip.programs.make import make_program, or_unrolled, remeasured, searched
+from jturnip.programs.make import (
+    make_program,
+    or_unrolled,
+    remeasured,
+    searched,
+    surely_unrolled,
+)
 from jturnip.programs.records import Program
 from jturnip.programs.refusals import explained, refusal_that_is_true
 from jturnip.programs.setting import Function, How, Setting
@@ -242,16 +248,21 @@ class Budgeted:
             how.needs.clear()
 
     def _in_tiles(self, how: How) -> Program | None:
-        """In tiles, if windows slide over all that does not fit."""
+        """In tiles, if windows slide over all that does not fit, of a loop, too."""
         flat, to_host = self.flattened.flat, self.wanted.places(on_host=True)
         assert flat is not None
         setting = Setting(self._given, Budget(self.gpu_bytes), how)
-        return surely_in_tiles(flat, setting, to_host)
+        made = surely_in_tiles(flat, setting, to_host)
+        return made or surely_unrolled(self._function, setting, to_host)
+
+    @property
+    def _function(self) -> Function:
+        return Function(self.asked.traced.jaxpr, forwardable(self._given))
 
     def _in_some_way(self, how: How) -> Program:
         """As it is; then with what is ours in host memory; then cut along axes, with loops
         in one piece first; then with loops taken apart into very many equations."""
-        function = Function(self.asked.traced.jaxpr, forwardable(self._given))
+        function = self._function
         to_host = self.wanted.places(on_host=True)
         without_rows = self._without_rows()
         here = how if without_rows is None else dataclasses.replace(how, streams=False)

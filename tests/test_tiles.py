@@ -122,6 +122,10 @@ WRITES: dict[str, Callable[[Any], Any]] = {
     "moved inside": lambda x: jax.lax.dynamic_update_slice(x, x[:2], (40, 0)),
     "read": lambda x: jax.lax.dynamic_slice(x, (1, 2), (3, 3)),
     "split": lambda x: sum(jnp.split(x, 3)),
+    "a number": lambda x: x.at[3, 4].set(x[0, 0]),
+    "a row of rows": lambda x: x.at[0].set(2 * x[1] - jnp.minimum(x[2], 0.5)),
+    "columns of columns": lambda x: x.at[1:-1, -1].set(x[2:, -2] + x[0, 0]),
+    "a row of a product": lambda x: x.at[0].set(x[1] @ jnp.ones((6, 6))),
     "gradients of a write": gradients(lambda x: x.at[1:4, 1:4].set(x[2:5, 2:5] ** 2)),
 }
 
@@ -133,6 +137,14 @@ def test_reads_and_writes_at_known_places_are_slices_and_pieces(name: str):
     at_places = "scatter", "gather", "split", "dynamic"
     assert not [e.name for e in made.equations if e.name.startswith(at_places)]
     np.testing.assert_array_equal(evaluated(made, x)[0], jax.jit(fn)(x))
+
+
+@pytest.mark.parametrize("name", ["a row of rows", "columns of columns"])
+def test_what_is_made_of_rows_only_keeps_its_dimensions(name: str):
+    """So it is known to which part of the array it belongs."""
+    made = with_pieces(flat_of(WRITES[name], field(9, 6)), 0)
+    shapes = [made.types[v].shape for e in made.equations for v in e.outputs]
+    assert all(len(shape) == 2 for shape in shapes if shape not in ((), (1,)))
 
 
 def test_what_is_small_or_at_places_that_are_not_known_stays():

@@ -4,11 +4,14 @@ What is written into the middle of an array, `x.at[1:-1].set(y)`, is one array p
 of three: what is before, the new, and what is after. So parts of it can be made of parts,
 which nothing says of a scatter to positions that are an array of their own. Where the
 positions are numbers in the function's text, or made of such, they are known here.
+
+A row of which a row is made, `x.at[0].set(2 * x[1] - x[2])`, keeps its dimension of one
+position: it belongs to the first part of the array, and to no other.
 """
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -16,6 +19,7 @@ from jax import lax
 
 from jturnip.frontend import stacks
 from jturnip.frontend.builder import Builder
+from jturnip.frontend.costs import ELEMENTWISE, RENAMING
 from jturnip.frontend.known import known
 from jturnip.frontend.results import live
 from jturnip.frontend.values import Atom, Constant, Equation, FlatJaxpr, Type
@@ -34,6 +38,10 @@ _READING = frozenset("dynamic_slice gather split".split())
 AT_PLACES = _REPLACING | _COMBINING.keys() | _READING
 # What an equation of one result reads instead, and a jaxpr of that.
 _Other: TypeAlias = tuple[tuple[Atom, ...], Any]
+# Makes a value of what is read for it.
+_Make: TypeAlias = Callable[[Sequence[Any]], Any]
+# Of no more equations than so many.
+_MOST_MADE = 64
 
 
 def with_pieces(flat: FlatJaxpr, least: int) -> FlatJaxpr:
@@ -84,6 +92,21 @@ def _read(
     written: Mapping[int, Equation],
 ) -> list[_Other] | None:
     """A slice, for what is read of one window."""
+    window = _window(e, types, flat, written)
+    if window is None:
+        return None
+    shape = flat.types[e.outputs[0]].shape
+    read = lambda array: lax.reshape(lax.slice(array, *window), shape)
+    return [(e.inputs[:1], jax.make_jaxpr(read)(types[0].struct()))]
+
+
+def _window(
+    e: Equation,
+    types: Sequence[Type],
+    flat: FlatJaxpr,
+    written: Mapping[int, Equation],
+) -> tuple[Sequence[int], Sequence[int]] | None:
+    """Where the window of an array that is read begins and ends, if it is one."""
     whole, result = types[0].shape, flat.types[e.outputs[0]]
     if e.name == "gather":
         numbers, shape = (
@@ -101,9 +124,7 @@ def _read(
         )
     if starts is None or not _are_inside(starts, shape, whole):
         return None
-    limits = [start + n for start, n in zip(starts, shape, strict=True)]
-    read = lambda array: lax.reshape(lax.slice(array, starts, limits), result.shape)
-    return [(e.inputs[:1], jax.make_jaxpr(read)(types[0].struct()))]
+    return starts, [start + n for start, n in zip(starts, shape, strict=True)]
 
 
 def _written(
@@ -131,8 +152,11 @@ def _written(
         return None
     bounds = [(start, start + n) for start, n in zip(starts, shape, strict=True)]
 
-    def together(array: Any, update: Any) -> Any:
-        made = lax.reshape(update, shape)
+    made_of = _MadeOf(shape, flat, written)
+    make = made_of.made(update)
+
+    def together(array: Any, *read: Any) -> Any:
+        made = make(read)
         if e.name not in _REPLACING:
             old = lax.slice(array, starts, [b for _, b in bounds])
             made = _COMBINING[e.name](old, made)
@@ -149,8 +173,71 @@ def _written(
                 made = lax.concatenate([*before, made, *after], dim)
         return made
 
-    of_update = flat.operand_types(e)[e.inputs.index(update)].struct()
-    return [((e.inputs[0], update), jax.make_jaxpr(together)(types[0].struct(), of_update))]
+    operands = e.inputs[0], *made_of.operands
+    structs = (_type_of(v, flat).struct() for v in operands)
+    return [(operands, jax.make_jaxpr(together)(*structs))]
+
+
+class _MadeOf:
+    """What a value is made of, with all dimensions of the window that it is written to."""
+
+    def __init__(
+        self, shape: tuple[int, ...], flat: FlatJaxpr, written: Mapping[int, Equation]
+    ):
+        self._shape = shape
+        self._flat = flat
+        self._written = written
+        self._left = _MOST_MADE
+        # What is read for it.
+        self.operands: list[Atom] = []
+
+    def made(self, v: Atom) -> _Make:
+        """Makes it of the operands: of itself where nothing else will do."""
+        make = self._as_shaped(v) if _type_of(v, self._flat).shape else None
+        if make is None:
+            self.operands.clear()
+            make = self._of_operand(v, lambda x: lax.reshape(x, self._shape))
+        return make
+
+    def _of_operand(self, v: Atom, make: Callable[[Any], Any]) -> _Make:
+        at = len(self.operands)
+        self.operands.append(v)
+        return lambda read: make(read[at])
+
+    def _as_shaped(self, v: Atom) -> _Make | None:
+        """Makes it without what has fewer dimensions; None where there is no such way."""
+        flat, shape = self._flat, _type_of(v, self._flat).shape
+        self._left -= 1
+        if shape in ((), self._shape):
+            return self._of_operand(v, lambda x: x)
+        e = None if isinstance(v, Constant) else self._written.get(v)
+        if e is None or self._left < 0:
+            return None
+        types = flat.operand_types(e)
+        if e.name in RENAMING and types[0].shape == self._shape:
+            return self._of_operand(e.inputs[0], lambda x: x)
+        if e.name == "broadcast_in_dim" and types[0].shape == ():
+            return self._of_operand(e.inputs[0], lambda x: lax.broadcast(x, self._shape))
+        if e.name in _READING - {"split"}:
+            window = _window(e, types, flat, self._written)
+            if window is None or _shape_of(*window) != self._shape:
+                return None
+            return self._of_operand(e.inputs[0], lambda x: lax.slice(x, *window))
+        if e.name not in ELEMENTWISE:
+            return None
+        makes = [make for operand in e.inputs if (make := self._as_shaped(operand))]
+        if len(makes) < len(e.inputs):
+            return None
+        return lambda read: e.bind([make(read) for make in makes])[0]
+
+
+def _type_of(v: Atom, flat: FlatJaxpr) -> Type:
+    """The type of what an equation may read."""
+    return v.type if isinstance(v, Constant) else flat.types[v]
+
+
+def _shape_of(starts: Sequence[int], ends: Sequence[int]) -> tuple[int, ...]:
+    return tuple(end - start for start, end in zip(starts, ends, strict=True))
 
 
 def _starts(

@@ -24,10 +24,12 @@ from jturnip.frontend.tiles import axes_of
 from jturnip.frontend.values import FlatJaxpr, Type, touched
 
 
-# So many iterations become one at most, if together they have no more equations than so
-# many: XLA compiles that for the first tile, the last one, and those between. Where borders
-# are too much work for so many, tiles are of fewer.
-_AT_ONCE = 32
+# So many iterations become one, or as many as have so many equations together; none of more
+# than so many: XLA compiles that for the first tile, the last one, and those between, and
+# takes a minute for eight of forty equations. Where borders are too much work for so many,
+# tiles are of fewer.
+_AT_ONCE = 4
+_EQUATIONS = 160
 _MOST_EQUATIONS = 400
 # What is scanned and stacked takes this share of what is carried at most.
 _LITTLE = 1 / 8
@@ -100,7 +102,9 @@ def several_at_once(eqn: Any, equations: int) -> Any | None:
     """A scan of so many equations with several iterations in one, as a jaxpr of what it
     reads; None where it is too short or too large."""
     length = eqn.params["length"]
-    most = min(_AT_ONCE, length, _MOST_EQUATIONS // max(1, equations))
+    equations = max(1, equations)
+    few = min(_AT_ONCE, _MOST_EQUATIONS // equations)
+    most = min(length, max(few, _EQUATIONS // equations))
     if most < 2:
         return None
     count = -(-length // -(-length // most))  # as many each time

@@ -33,6 +33,7 @@ from jturnip.programs.ways import (
     moving_once,
     or_in_tiles,
     straight,
+    surely_in_tiles,
 )
 from jturnip.runtime.schedule import Link
 
@@ -78,6 +79,10 @@ def make_program(
 def _made(
     function: Function, setting: Setting, to_host: frozenset[int]
 ) -> Program | DoesNotFit:
+    if function.condition is not None:  # of a loop that is driven
+        in_tiles = surely_in_tiles(function.flat(setting.seen()), setting, to_host)
+        if in_tiles is not None:
+            return in_tiles
     refusals: list[DoesNotFit] = []
     by_rows = read_whole_bytes(function.closed) <= setting.arena
     # Only what cannot be planned otherwise is cut along its axes.

@@ -204,6 +204,7 @@ def test_what_nothing_reads_decides_nothing():
     assert_same(g(np.ones(16, np.float32), there), jnp.ones(16) + 1)
 
 
+@pytest.mark.long
 def test_what_nothing_reads_is_in_no_account_of_a_loop():
     def fn(x: Any, unread: Any, w: Any) -> Any:
         state = 0, x @ w, x @ w, x @ w

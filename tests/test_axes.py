@@ -511,6 +511,7 @@ def test_intermediates_larger_than_the_budget_stay_in_parts(share: float):
     np.testing.assert_array_equal(found, jax.jit(fn)(x))
 
 
+@pytest.mark.long
 def test_what_is_shifted_is_read_by_positions():
     x = numbers(90, 40)
     flat = flat_of(stencils, x)
@@ -563,6 +564,7 @@ def test_gradients_along_edges_need_no_edges_between_layers():
     assert_same(found, jax.jit(fn)(*args), ulps=256)  # sums of 20,000 in another order
 
 
+@pytest.mark.long
 def test_a_value_may_be_used_along_two_axes():
     """Both factors of the product are made of one value, which is larger than the budget:
     along the rows of the one, the other is needed whole."""

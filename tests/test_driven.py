@@ -749,6 +749,7 @@ def test_what_each_position_does_by_itself_is_done_for_some_at_a_time(fn, share)
     assert f.last_run.peak_bytes <= gpu_bytes
 
 
+@pytest.mark.long
 def test_rows_of_scans_in_scans_are_not_taken_apart():
     """As sequences are aligned: thousands of steps, each of which is next to nothing."""
 
@@ -966,6 +967,7 @@ def searched_along_lines(facts: Any, labels: Any, weights: Any) -> Any:
     return lax.fori_loop(0, 3, step, weights)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("share", [2, 4])
 @pytest.mark.parametrize(
     "fn",
@@ -985,6 +987,7 @@ def test_a_loop_over_what_is_read_along_two_axes(fn, share):
     assert f.last_run.strategy == "driven"
 
 
+@pytest.mark.long
 def test_what_an_iteration_makes_is_cut_in_a_loop_of_known_length():
     def denoised(kernels: Any, x: Any) -> Any:
         def step(_: Any, x: Any) -> Any:

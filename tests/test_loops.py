@@ -320,6 +320,7 @@ def test_a_long_scan_that_only_repeats_itself_is_driven(
     assert not any(e.name == "scan" for e in flat.equations)
 
 
+@pytest.mark.long
 def test_a_model_that_samples_reads_its_weights_once_in_each_iteration():
     stack = list(weights(16))
     tokens, length = np.arange(8, dtype=np.float32), 100
@@ -591,6 +592,7 @@ def models() -> tuple[Any, Any, np.ndarray]:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("job", "share"),
     [

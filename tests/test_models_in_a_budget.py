@@ -296,6 +296,7 @@ def test_jitter_on_the_link_changes_no_bit(name: str):
     assert len(orders) > 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scanned", [False, True], ids=["list", "stacked"])
 def test_text_is_generated_with_what_fits_on_the_device(scanned: bool):
     """For each token only those weights travel for which there is no room."""

@@ -175,6 +175,7 @@ def training(rng: random.Random) -> TaskGraph:
     return with_overwrites(rng, g.build([*outputs, x]))
 
 
+@pytest.mark.long
 def test_what_is_made_again_thrice_is_the_same_still():
     """In later rounds operands are copies themselves, and those may be written over."""
     repeated = 0
@@ -267,6 +268,7 @@ def test_activations_are_computed_again_over_a_slow_link(without_blocks: None):
         assert plan.to_json_dict()["repeated_tasks"] == plan.repeated_tasks
 
 
+@pytest.mark.long
 def test_what_was_planned_before_it_is_measured_is_planned_from_the_program_again(
     without_blocks: None,
 ):

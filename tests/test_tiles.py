@@ -161,6 +161,7 @@ def test_what_is_small_or_at_places_that_are_not_known_stays():
 # -- functions in tiles ------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", STEPS)
 def test_a_chain_of_steps_reads_each_part_once(name: str):
     fn, x = chain(name), field(192, 40)
@@ -183,6 +184,7 @@ def test_its_gradients_are_the_same(name: str):
     assert_same(evaluated(forms[0], x)[0], jax.jit(fn)(x), ulps=64)
 
 
+@pytest.mark.long
 def test_borders_that_are_more_than_the_tiles_cut_the_chain():
     fn, x = chain("zeros around", 24), field(96, 40)
     form = forms_of(fn, x, 0.9)[0]

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from jturnip.frontend import parts, tiling
+from jturnip.frontend import parts
 from jturnip.frontend.anew import Large, made_anew
 from jturnip.frontend.axes import Known, rules
 from jturnip.frontend.choosing import Room, Search, Where as Where, cut_once
@@ -28,6 +28,7 @@ from jturnip.frontend.rules import Rule
 from jturnip.frontend.running import rows_as_blocks
 from jturnip.frontend.shifting import shifted
 from jturnip.frontend.slices import sliced_on_host
+from jturnip.frontend.tiling import Tiled, in_tiles
 from jturnip.frontend.values import (
     Constant,
     Equation,
@@ -85,15 +86,16 @@ class Ways:
     anew: bool = False
     again: Again | None = None
     keeps: bool = False
-    # Whether windows slide over tiles that overlap: what is between does not move.
-    in_tiles: bool = False
-    # Of such, whether all that does not fit is in tiles, each done once; and whether these
-    # are of one stretch, so that nothing leaves between.
+    # Where windows slide over tiles that overlap, these: what is between does not move; and
+    # whether all that does not fit is in tiles, each done once.
+    tiled: Tiled | None = None
     in_all: bool = False
-    in_one: bool = False
-    # Whether smaller tasks than there are at first are hardly of use, if it does not fit:
-    # what XLA was to fuse is written down then.
-    fused: bool = False
+
+    @property
+    def in_one(self) -> bool:
+        """Whether all that does not fit is in tiles of one stretch, between which nothing
+        leaves."""
+        return self.in_all and self.tiled is not None and self.tiled.stretches == 1
 
 
 def _tries(keep: bool) -> Iterator[tuple[int, float, int, bool, bool, float]]:
@@ -175,16 +177,9 @@ def ways_in_tiles(
     """The function with what windows slide over in tiles, if there is anything."""
     # A tile reads what it needs of an array once, whatever parts that is put together of.
     flat = sliced_on_host(flat, where.hosted, overlapping=False)
-    for tiled in tiling.in_tiles(flat, where, arena, known):
+    for tiled in in_tiles(flat, where, arena, known):
         in_all = tiled.loops == 1 and _fits(tiled.flat, arena, where)
-        in_one = in_all and tiled.stretches == 1
-        yield Ways(
-            (tiled.flat,),
-            in_tiles=True,
-            in_all=in_all,
-            in_one=in_one,
-            fused=tiled.fused,
-        )
+        yield Ways((tiled.flat,), tiled=tiled, in_all=in_all)
 
 
 def _written_otherwise(

@@ -174,7 +174,7 @@ def _written(
         return made
 
     operands = e.inputs[0], *made_of.operands
-    structs = (_type_of(v, flat).struct() for v in operands)
+    structs = (flat.type_of(v).struct() for v in operands)
     return [(operands, jax.make_jaxpr(together)(*structs))]
 
 
@@ -193,7 +193,7 @@ class _MadeOf:
 
     def made(self, v: Atom) -> _Make:
         """Makes it of the operands: of itself where nothing else will do."""
-        make = self._as_shaped(v) if _type_of(v, self._flat).shape else None
+        make = self._as_shaped(v) if self._flat.type_of(v).shape else None
         if make is None:
             self.operands.clear()
             make = self._of_operand(v, lambda x: lax.reshape(x, self._shape))
@@ -206,7 +206,7 @@ class _MadeOf:
 
     def _as_shaped(self, v: Atom) -> _Make | None:
         """Makes it without what has fewer dimensions; None where there is no such way."""
-        flat, shape = self._flat, _type_of(v, self._flat).shape
+        flat, shape = self._flat, self._flat.type_of(v).shape
         self._left -= 1
         if shape in ((), self._shape):
             return self._of_operand(v, lambda x: x)
@@ -229,11 +229,6 @@ class _MadeOf:
         if len(makes) < len(e.inputs):
             return None
         return lambda read: e.bind([make(read) for make in makes])[0]
-
-
-def _type_of(v: Atom, flat: FlatJaxpr) -> Type:
-    """The type of what an equation may read."""
-    return v.type if isinstance(v, Constant) else flat.types[v]
 
 
 def _shape_of(starts: Sequence[int], ends: Sequence[int]) -> tuple[int, ...]:

@@ -59,7 +59,8 @@ class Tiled:
     # it follows from all of it.
     stretches: int
     loops: int
-    # Whether it is expected to fit only if XLA fuses what it may.
+    # Whether it is expected to fit only if XLA fuses what it may: else smaller tasks are
+    # hardly of use, since what was to be fused is written down then.
     fused: bool
 
 

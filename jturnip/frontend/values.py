@@ -306,11 +306,11 @@ class FlatJaxpr:
 
     def operand_types(self, e: Equation) -> list[Type]:
         """The types of what an equation reads."""
-        return [v.type if isinstance(v, Constant) else self.types[v] for v in e.inputs]
+        return list(map(self.type_of, e.inputs))
 
-    def type_of(self, output: int | Parts) -> Type:
-        """The type of a result."""
-        return output.type if isinstance(output, Parts) else self.types[output]
+    def type_of(self, what: Atom | Parts) -> Type:
+        """The type of what an equation reads, or of a result."""
+        return self.types[what] if isinstance(what, int) else what.type
 
 
 def nbytes_of(flat: FlatJaxpr, values: Collection[int]) -> int:

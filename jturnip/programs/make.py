@@ -1,5 +1,6 @@
 """A traced function to a program in a budget: flatten, split, plan; again if it must be."""
 
+import contextlib
 import dataclasses
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -7,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
-from jturnip.errors import DoesNotFit, PlanningError
+from jturnip.errors import DoesNotFit, HostMemoryError, PlanningError
 from jturnip.frontend.blocks import has_loops_with_axes, large_for
 from jturnip.frontend.bodies import with_bodies_in_blocks
 from jturnip.frontend.inline import argument_avals
@@ -114,14 +115,9 @@ def or_unrolled(
         return made
     if isinstance(made, Straight) and moves_little(made.plan, made.flat):
         return made
-    large = _large(setting)
-    if not carries_more(function.closed, large["largest_carried"]):
+    if not carries_more(function.closed, setting.arena * _OF_STENCILS):
         return or_in_tiles(made, function, setting, to_host)
-    seen = setting.seen(**large)
-    function.flat(seen)
-    if not seen.unrolled:
-        return made
-    other = _first_that_fits(_tries(function, setting), setting, to_host, [])
+    other = _unrolled(function, setting, to_host)
     return made if other is None else min(made, other, key=expected_seconds)
 
 
@@ -135,13 +131,22 @@ def surely_unrolled(
         return None
     if not carries_more(function.closed, setting.arena):
         return None
-    seen = setting.seen(**_large(setting))
-    function.flat(seen)
-    if not seen.unrolled:
-        return None
-    made = _first_that_fits(_tries(function, setting), setting, to_host, [])
+    made = _unrolled(function, setting, to_host)
     moves_much = isinstance(made, Straight) and not moves_little(made.plan, made.flat)
     return None if moves_much else made
+
+
+def _unrolled(
+    function: Function, setting: Setting, to_host: frozenset[int]
+) -> Program | None:
+    """A program in which several iterations of a loop are one, if one is a stencil, and the
+    host has room for what such a program moves."""
+    seen = setting.seen(**_large(setting))
+    function.flat(seen)
+    if seen.unrolled:
+        with contextlib.suppress(HostMemoryError):
+            return _first_that_fits(_tries(function, setting), setting, to_host, [])
+    return None
 
 
 # Of stencils that carry more than this share of what there is, in and out, several

@@ -137,7 +137,7 @@ def or_in_blocks(
     if not (scans or (may_gain and not loops)):
         return made
     found = [made]
-    others = (ways for ways in _ways(flat, setting) if not ways.in_tiles)
+    others = (ways for ways in _ways(flat, setting) if ways.tiled is None)
     for ways in itertools.islice(others, _WAYS_BESIDE):
         for cut in () if ways.doubtful else ways.cut:
             if len(cut.equations) > len(flat.equations) and not scans:
@@ -162,9 +162,8 @@ def or_in_tiles(
     if moves_little(made.plan, made.flat):
         return made
     for ways in _in_tiles(function.flat(setting.seen()), setting):
-        make = functools.partial(straight, ways.cut[0], setting, rounds=_rounds(ways))
         with contextlib.suppress(PlanningError):
-            return _fastest([made, for_any_call(make, setting, to_host)])
+            return _fastest([made, _of_tiles(ways, setting, to_host)])
     return made
 
 
@@ -182,17 +181,22 @@ def surely_in_tiles(
     for ways in _in_tiles(flat, setting):
         if not ways.in_one:
             continue
-        make = functools.partial(straight, ways.cut[0], setting, rounds=_rounds(ways))
         with contextlib.suppress(PlanningError):
-            made = for_any_call(make, setting, to_host)
+            made = _of_tiles(ways, setting, to_host)
             once = moves_little(made.plan, flat, _WITH_BORDERS)
             return made if once or not _waits(made) else None
     return None
 
 
+def _of_tiles(ways: Ways, setting: Setting, to_host: frozenset[int]) -> Straight:
+    (cut,) = ways.cut
+    make = functools.partial(straight, cut, setting, rounds=_rounds(ways))
+    return for_any_call(make, setting, to_host)
+
+
 def _rounds(ways: Ways) -> float:
     """How often tasks are cut where they do not fit."""
-    return _ROUNDS_FUSED if ways.fused else math.inf
+    return _ROUNDS_FUSED if ways.tiled is not None and ways.tiled.fused else math.inf
 
 
 def _in_tiles(flat: FlatJaxpr, setting: Setting) -> Iterator[Ways]:

@@ -251,13 +251,16 @@ class Budgeted:
         """In tiles, if windows slide over all that does not fit, of a loop, too."""
         flat, to_host = self.flattened.flat, self.wanted.places(on_host=True)
         assert flat is not None
-        setting = Setting(self._given, Budget(self.gpu_bytes), how)
+        setting = self._setting(self.gpu_bytes, how)
         made = surely_in_tiles(flat, setting, to_host)
         return made or surely_unrolled(self._function, setting, to_host)
 
     @property
     def _function(self) -> Function:
         return Function(self.asked.traced.jaxpr, forwardable(self._given))
+
+    def _setting(self, nbytes: int, how: How) -> Setting:
+        return Setting(self._given, Budget(nbytes), how)
 
     def _in_some_way(self, how: How) -> Program:
         """As it is; then with what is ours in host memory; then cut along axes, with loops
@@ -268,13 +271,12 @@ class Budgeted:
         here = how if without_rows is None else dataclasses.replace(how, streams=False)
 
         def made(nbytes: int, how: How) -> Program:
-            setting = Setting(self._given, Budget(nbytes), how)
-            return make_program(function, setting, to_host)
+            return make_program(function, self._setting(nbytes, how), to_host)
 
         def uncut(thorough: bool = False, few: bool = True) -> Program:
             as_it_is = dataclasses.replace(here, axes=False, thorough=thorough, few=few)
             program = made(self.gpu_bytes, as_it_is)
-            asked = function, Setting(self._given, Budget(self.gpu_bytes), here), to_host
+            asked = function, self._setting(self.gpu_bytes, here), to_host
             return or_unrolled(or_in_blocks(program, *asked), *asked)
 
         def cut_somehow() -> Iterator[Callable[[], Program]]:

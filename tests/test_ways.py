@@ -213,8 +213,7 @@ def compared(
     fit. Each equation is an executable, of which one more than was allowed is too many."""
     flat = flat_of(sorted_and_scaled, BIG, SMALL)
 
-    def made(cut: FlatJaxpr, allowed: float, rounds: float) -> Any:
-        assert rounds == math.inf
+    def made(cut: FlatJaxpr, allowed: float) -> Any:
         count = len(cut.equations)
         if most is not None:
             most.append(allowed)
@@ -323,10 +322,10 @@ def test_another_way_for_which_the_host_has_no_room_is_left_out():
     some = compared(MUCH)
     make, hopeless = some.make, ways_of(20)[0].cut[0]
 
-    def made(cut: FlatJaxpr, allowed: float, rounds: float) -> Any:
+    def made(cut: FlatJaxpr, allowed: float) -> Any:
         if len(cut.equations) == len(hopeless.equations):
             raise HostMemoryError("no")
-        return make(cut, allowed, rounds)
+        return make(cut, allowed)
 
     some.make = made
     some.look(iter(ways_of(30, 20, 25)))

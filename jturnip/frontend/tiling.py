@@ -59,9 +59,6 @@ class Tiled:
     # it follows from all of it.
     stretches: int
     loops: int
-    # Whether it is expected to fit only if XLA fuses what it may: else smaller tasks are
-    # hardly of use, since what was to be fused is written down then.
-    fused: bool
 
 
 def in_tiles(flat: FlatJaxpr, where: Where, arena: int, known: Known) -> Iterator[Tiled]:
@@ -89,7 +86,7 @@ def in_tiles(flat: FlatJaxpr, where: Where, arena: int, known: Known) -> Iterato
         ):
             loops = max(tiles.stretch.loops for tiles in cuttings)
             made = with_cuttings(stretches, cuttings)
-            yield Tiled(made, len(cuttings), loops, fused)
+            yield Tiled(made, len(cuttings), loops)
         seen.append(how)
 
 

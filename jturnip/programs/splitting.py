@@ -54,7 +54,6 @@ def split(
     setting: Setting,
     to_host: Collection[int] = (),
     most: float = math.inf,
-    rounds: float = math.inf,
 ) -> Split:
     """Cuts a function into tasks that fit in a budget, and compiles them.
 
@@ -69,7 +68,6 @@ def split(
         room for them on the device.
       to_host: positions of results that must end in host memory.
       most: so many executables may be compiled for it.
-      rounds: tasks that do not fit are cut so often at most.
 
     Raises:
       TooManyTasks: more would have to be.
@@ -108,7 +106,7 @@ def split(
         times += 1
         cuts = max(1, times - _CUT_ONCE + 1)
         finer = partitioner.refine(groups, _too_large(graph, arena), cuts)
-        if len(finer) == len(groups) or times > rounds:
+        if len(finer) == len(groups):
             raise _refusal(graph, budget, device)
         groups = finer
     least = lambda there: _least_when_cut(flat, partitioner, arguments, graph, arena, there)

@@ -62,8 +62,6 @@ _WAYS_BESIDE = 3
 _FEW_TASKS = 100
 # What goes in and comes out moves so many times if only borders of tiles move twice.
 _WITH_BORDERS = 1.3
-# What is expected to fit if it is fused is cut so often where it does not.
-_ROUNDS_FUSED = 1
 # So many ways are looked at for one in which nothing moves twice.
 _FIRST_WAYS = 8
 
@@ -73,13 +71,11 @@ def straight(
     setting: Setting,
     to_host: Collection[int],
     most: float = math.inf,
-    rounds: float = math.inf,
 ) -> Straight:
-    """One plan for all tasks, for which so many executables may be compiled, and which are
-    cut so often where they do not fit."""
+    """One plan for all tasks, for which so many executables may be compiled."""
     how = setting.how
     how.effort.made_tasks(len(flat.equations))
-    split = splitting.split(flat, setting, to_host, most, rounds)
+    split = splitting.split(flat, setting, to_host, most)
     if how.trials is not None:
         split = planning.measure(split, how.trials)
     return planning.planned(split, setting.budget, how)
@@ -89,7 +85,7 @@ def in_fastest_way(flat: FlatJaxpr, setting: Setting, to_host: Collection[int]) 
     """One plan for all tasks, with large stretches cut in the first way that fits; where
     that moves much, or makes something anew, in the fastest of some, as predicted."""
     how = setting.how
-    make = lambda cut, *limits: straight(cut, setting, to_host, *limits)
+    make = lambda cut, *most: straight(cut, setting, to_host, *most)
     # With other results in host memory what was found before is the first to be tried.
     key = "cut", id(flat), setting
     if key in how.known:
@@ -190,13 +186,8 @@ def surely_in_tiles(
 
 def _of_tiles(ways: Ways, setting: Setting, to_host: frozenset[int]) -> Straight:
     (cut,) = ways.cut
-    make = functools.partial(straight, cut, setting, rounds=_rounds(ways))
+    make = functools.partial(straight, cut, setting)
     return for_any_call(make, setting, to_host)
-
-
-def _rounds(ways: Ways) -> float:
-    """How often tasks are cut where they do not fit."""
-    return _ROUNDS_FUSED if ways.tiled is not None and ways.tiled.fused else math.inf
 
 
 def _in_tiles(flat: FlatJaxpr, setting: Setting) -> Iterator[Ways]:
@@ -251,7 +242,7 @@ class _Compared:
             since += bool(found)
             if found and (together.doubtful or since > _MOST_WAYS):
                 break
-            fit = self._of(together, found)
+            fit = self._of(together.cut, found)
             if not fit:
                 continue
             looked += fit
@@ -284,11 +275,11 @@ class _Compared:
         elif any(each.anew for each in self.fit):
             self.look(ways())
 
-    def _of(self, ways: Ways, found: list[Straight]) -> int:
+    def _of(self, ways: Sequence[FlatJaxpr], found: list[Straight]) -> int:
         """Makes those that may be faster than what was found, which grows; how many fit, or
         need too many executables."""
         count = 0
-        for cut in ways.cut:
+        for cut in ways:
             fewest = min((len(made.flat.equations) for made in found), default=math.inf)
             if self.any_plan and count:
                 break
@@ -299,7 +290,7 @@ class _Compared:
                 count += 1
                 continue
             try:
-                found.append(self.make(cut, most, _rounds(ways)))
+                found.append(self.make(cut, most))
             except DoesNotFit as error:
                 self.refusals.append(error.with_traceback(None))
             except PlanningError:

@@ -51,6 +51,8 @@ def test_rules_are_those_of_an_einsum():
     assert labels(lambda x: jnp.argmax(x, 0), (2, 3)) == "-i->i"
     assert labels(lambda x: lax.rev(x, (1,)), (2, 3)) == "i-->i-"
     assert labels(lambda x: lax.top_k(x, 2), (4, 8)) == "i-->i-,i-"
+    barrier = lambda x, y: lax.optimization_barrier((x, y))
+    assert labels(barrier, (2, 3), (2, 3)) == "ij,ij->ij,ij"
     assert labels(lambda: lax.broadcasted_iota(np.int32, (2, 3), 0)) == "->ij"
     solve = lax.linalg.triangular_solve
     assert labels(lambda a, b: solve(a, b, left_side=True), (3, 3), (3, 4)) == "--,-i->-i"

@@ -327,6 +327,7 @@ POSITIONAL: dict[str, Callable[..., Any]] = {
     "largest": lambda x: lax.top_k(x, 3),
     "where the least is": lambda x: lax.argmin(x, 1, jnp.int32),
     "spectra": lambda x: jnp.fft.rfft(x, axis=1),
+    "held together": lambda x: lax.optimization_barrier((x + 1, x)),
     "nothing": lambda x: jnp.square(x[:0]),
 }
 

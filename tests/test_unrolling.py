@@ -17,6 +17,9 @@ from jturnip.frontend.streaming import Seen
 from jturnip.frontend.unrolling import carries_more, several_at_once
 
 
+ROOM = 1e9  # for borders, in bytes
+
+
 def waves(u: Any, speed: Any, count: int) -> Any:
     """Carries two fields; reads a number and writes one in each iteration."""
 
@@ -49,7 +52,7 @@ def scan_of(fn: Callable[..., Any], *args: Any) -> Any:
         (9, 100, [3]),  # three each time
         (11, 100, [2]),
         (11, 20, []),  # six and five
-        (40, 10, [2]),  # fourteen, fourteen, and twelve
+        (40, 10, [4]),  # ten each time, rather than fourteen, fourteen, and twelve
     ],
 )
 def test_several_iterations_in_one_give_the_same(
@@ -58,7 +61,7 @@ def test_several_iterations_in_one_give_the_same(
     u, speed = field(9, 7), field(9, 7) * 2
     fn = lambda u, speed: waves(u, speed, count)
     scan = scan_of(fn, u, speed)
-    made = several_at_once(scan, equations)
+    made = several_at_once(scan, equations, ROOM)
     assert made is not None
     lengths = [e.params["length"] for e in made.jaxpr.eqns if e.primitive.name == "scan"]
     assert lengths == grouped
@@ -71,10 +74,24 @@ def test_several_iterations_in_one_give_the_same(
 
 def test_what_is_short_or_large_stays():
     scan = scan_of(lambda u, v: waves(u, v, 5), field(9, 7), field(9, 7))
-    assert several_at_once(scan, 300) is None
-    assert several_at_once(scan, 100) is not None
+    assert several_at_once(scan, 300, ROOM) is None
+    assert several_at_once(scan, 100, ROOM) is not None
     one = scan_of(lambda u, v: waves(u, v, 1), field(9, 7), field(9, 7))
-    assert several_at_once(one, 20) is None
+    assert several_at_once(one, 20, ROOM) is None
+
+
+@pytest.mark.parametrize(
+    ("share", "at_once"),
+    [(2, 12), (1, 6), (1 / 2, 4)],  # forty rows in a tile, twenty, or ten
+)
+def test_no_more_iterations_at_once_than_borders_allow(share: float, at_once: int):
+    u = field(120, 9)
+    scan = scan_of(repeated(STEPS["zeros around"], 24), u)
+    largest = share * (u.nbytes + 4)  # with the number of the iteration
+    made = several_at_once(scan, 10, largest)
+    assert made is not None
+    (inner,) = (e for e in made.jaxpr.eqns if e.primitive.name == "scan")
+    assert inner.params["length"] == 24 // at_once
 
 
 @pytest.mark.parametrize(
@@ -132,6 +149,17 @@ def test_tiles_that_do_not_fit_as_expected_are_cut():
     assert_same(f(jturnip.host(u)), jax.jit(fn)(u))
     assert f.last_run.peak_bytes <= gpu_bytes
     assert f.last_run.h2d_bytes <= 4 * u.nbytes
+
+
+@pytest.mark.long
+def test_a_loop_that_cannot_stay_whole_is_not_taken_apart_first():
+    """Nor is it tried to cut what is left over where the loop itself does not fit."""
+    u = field(256, 256)
+    fn = repeated(STEPS["gradients"], 8)
+    peak = jturnip.peak_bytes(fn, u)
+    lowered = jturnip.jit(fn, peak // 2).lower(jturnip.host(u))
+    compiled = lowered.compile()
+    assert compiled.compile_report.compiled <= 20
 
 
 @pytest.mark.long

@@ -440,6 +440,32 @@ def test_a_search_that_takes_too_long_ends_with_a_budget_that_works(
     np.testing.assert_array_equal(again(few, few), expected)
 
 
+@pytest.mark.long
+def test_no_way_is_looked_for_where_a_loop_that_stays_as_it_is_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Around it, much could be cut in many ways."""
+    searches: list[FlatJaxpr] = []
+    search = ways.cut_along_axes
+
+    def searched(flat: FlatJaxpr, *args: Any) -> Any:
+        searches.append(flat)
+        return search(flat, *args)
+
+    def squared(x: Any) -> Any:
+        wide = jax.nn.softmax(jnp.tile(x, 20), axis=0)
+        x = wide @ wide.T
+        return jax.lax.fori_loop(0, 3, lambda _, x: jnp.tanh(x @ x.T) @ x, x)
+
+    x = np.random.default_rng(0).normal(size=(200, 200)).astype(np.float32)
+    monkeypatch.setattr(ways, "cut_along_axes", searched)
+    f = jturnip.jit(squared, gpu_bytes=int(2.5 * x.nbytes))
+    # Sums of 4000 and of 200 numbers, all of one sign, multiplied by one another.
+    np.testing.assert_allclose(f(x), jax.jit(squared)(x), rtol=1e-4)
+    assert searches
+    assert not any(e.name == "scan" for flat in searches for e in flat.equations)
+
+
 def smoothed(transitions: Any, likelihood: Any) -> Any:
     """States of a hidden Markov model: two scans, and all pairs of states in each step."""
 

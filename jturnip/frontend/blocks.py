@@ -91,12 +91,6 @@ class Ways:
     tiled: Tiled | None = None
     in_all: bool = False
 
-    @property
-    def in_one(self) -> bool:
-        """Whether all that does not fit is in tiles of one stretch, between which nothing
-        leaves."""
-        return self.in_all and self.tiled is not None and self.tiled.stretches == 1
-
 
 def _tries(keep: bool) -> Iterator[tuple[int, float, int, bool, bool, float]]:
     """How much less there is, how much of a block XLA holds at once, along how many axes

@@ -97,6 +97,8 @@ class _Bodies:
         inside = _INSIDE.get(e.name, ())
         if not inside or e.driven or e.effects or e.origin.effects:
             return e, ()
+        if self.seen.is_unrolled(e.origin):
+            return e, ()
         free = (arena - _bytes_outside(e, flat)) // self.tighter
         if free <= 0:
             return e, ()

@@ -22,6 +22,14 @@ def _each(e: Equation, operands: Sequence[Type], results: Sequence[Type]) -> Rul
     return Rule(tuple(map(labels, operands)), tuple(map(labels, results)))
 
 
+def _passed_on(
+    e: Equation, operands: Sequence[Type], results: Sequence[Type]
+) -> Rule | None:
+    """All operands as they are, once all are there: those of one shape."""
+    alike = len({t.shape for t in operands}) == 1
+    return _each(e, operands, results) if alike else None
+
+
 def _factored(e: Equation, operands: Sequence[Type], results: Sequence[Type]) -> Rule:
     """Batches of matrices: LAPACK is called for each of them."""
     matrix = e.name != "lu_pivots_to_permutation"
@@ -298,6 +306,7 @@ RULES: dict[str, Callable[[Equation, Sequence[Type], Sequence[Type]], Rule | Non
         "igamma igammac igamma_grad_a regularized_incomplete_beta".split(),
         _each,
     ),
+    "optimization_barrier": _passed_on,
     "top_k": _top_k,
     "argmax": _arg,
     "argmin": _arg,

@@ -86,18 +86,22 @@ class Seen:
             self.inlined[key] = (closed, condition), merged(inlined)
         return self.inlined[key][1]
 
+    def is_unrolled(self, eqn: Any) -> bool:
+        """Whether several iterations are one in a scan."""
+        return any(eqn is e for closed in self.unrolled for e in closed.jaxpr.eqns)
+
     def _unrolled(self, eqn: Any) -> Any | None:
         """What is inlined instead of a scan that is a stencil."""
         if eqn.primitive.name != "scan" or self.largest_carried == math.inf:
             return None
-        if any(eqn is e for closed in self.unrolled for e in closed.jaxpr.eqns):
+        if self.is_unrolled(eqn):
             return None
 
         def make() -> Any | None:
             body = self.inline(eqn.params["jaxpr"])
             if not is_stencil(eqn, body, self.largest_carried, self.rules):
                 return None
-            made = several_at_once(eqn, len(body.equations))
+            made = several_at_once(eqn, len(body.equations), self.largest_carried)
             if made is not None:
                 self.unrolled.append(made)
             return made

@@ -43,11 +43,14 @@ _MOST_LOOKED = 10_000
 # Tiles do so many times the work of the whole at most.
 _MOST_TWICE = 1.3
 # What windows slide over is there as a whole where that takes less than this share.
-_AS_A_WHOLE = 1 / 2
+_AS_A_WHOLE = 1 / 3
 # Axes of so many of the largest values are looked at.
 _SEEDS = 2
 # What XLA does while something else reads it.
 _WHILE_READ = frozenset("slice broadcast_in_dim".split())
+# What XLA writes down; for a barrier, if it is not written down anyway.
+_BARRIER = "optimization_barrier"
+_WRITTEN = HEAVY | REDUCTIONS
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,8 +318,10 @@ class _Work:
             e = equations[at]
             is_read_once = all(readers[v] == 1 for v in e.outputs)
             virtual = e.name in _WHILE_READ or (
-                fused and is_read_once and e.name not in HEAVY | REDUCTIONS
+                fused and is_read_once and e.name not in _WRITTEN
             )
+            if e.name == _BARRIER:  # what is written down anyway is the same bytes
+                virtual = not fused
             end = max([at, *(ends[v] for v in e.outputs if virtual and v in ends)])
             for v in read_by(e):
                 ends[v] = max(ends.get(v, 0), end)

@@ -26,11 +26,14 @@ from jturnip.frontend.values import FlatJaxpr, Type, touched
 
 # So many iterations become one, or as many as have so many equations together; none of more
 # than so many: XLA compiles that for the first tile, the last one, and those between, and
-# takes a minute for eight of forty equations. Where borders are too much work for so many,
-# tiles are of fewer.
+# takes a minute for eight of forty equations.
 _AT_ONCE = 4
 _EQUATIONS = 160
 _MOST_EQUATIONS = 400
+# Each needs one more row on both sides of a tile, and half of these are computed twice.
+# More than the few above become one only while that is less than a third of a tile, which
+# has a sixth or so of the rows for which there would be room: so many rows for each.
+_ROWS = 20
 # What is scanned and stacked takes this share of what is carried at most.
 _LITTLE = 1 / 8
 
@@ -98,16 +101,40 @@ def _is_one_chain(flat: FlatJaxpr, large: int, known: Known) -> bool:
     )
 
 
-def several_at_once(eqn: Any, equations: int) -> Any | None:
-    """A scan of so many equations with several iterations in one, as a jaxpr of what it
-    reads; None where it is too short or too large."""
+def _each_time(length: int, most: int) -> int:
+    """How many iterations are one, of so many in all and at most: as few times as may be,
+    as many each time; or two thirds of that, if that leaves none over, which would be a
+    program of its own."""
+    count = -(-length // -(-length // most))
+    leaving_nothing = (n for n in range(2 * count // 3, count) if length % n == 0)
+    return count if length % count == 0 else max(leaving_nothing, default=count)
+
+
+def _most_by_borders(eqn: Any, largest: float) -> int:
+    """How many iterations a tile may do at once, where so many bytes fit, if windows reach
+    one row farther in each."""
+    carried = eqn.outvars[: scan_counts(eqn)[1]]
+    large = max((v.aval for v in carried), key=lambda aval: Type.of(aval).nbytes)
+    return int(max(large.shape) * largest / (_ROWS * _carried_bytes(eqn)))
+
+
+def several_at_once(eqn: Any, equations: int, largest: float) -> Any | None:
+    """A scan that is a stencil with several iterations in one, as a jaxpr of what it reads;
+    None where it is too short or too large.
+
+    Args:
+      eqn: the scan.
+      equations: how many its body has.
+      largest: so many bytes fit.
+    """
     length = eqn.params["length"]
     equations = max(1, equations)
     few = min(_AT_ONCE, _MOST_EQUATIONS // equations)
-    most = min(length, max(few, _EQUATIONS // equations))
+    more = min(_EQUATIONS // equations, _most_by_borders(eqn, largest))
+    most = min(length, max(few, more))
     if most < 2:
         return None
-    count = -(-length // -(-length // most))  # as many each time
+    count = _each_time(length, most)
     consts, carries, _ = scan_counts(eqn)
     body = jaxpr_as_fun(eqn.params["jaxpr"])
     many = length - length % count
@@ -117,7 +144,8 @@ def several_at_once(eqn: Any, equations: int) -> Any | None:
         stacked = []
         for at in range(count):
             results = body(*fixed, *carried, *(x[at] for x in rows))
-            carried = tuple(results[:carries])
+            # XLA would compute it anew for each that reads it.
+            carried = tuple(map(lax.optimization_barrier, results[:carries]))
             stacked.append(results[carries:])
         return carried, [jnp.stack(each) for each in zip(*stacked, strict=True)]
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import TypeAlias
 from jturnip.errors import DoesNotFit, HostMemoryError, PlanningError
 from jturnip.frontend.blocks import has_loops_with_axes, large_for
 from jturnip.frontend.bodies import with_bodies_in_blocks
+from jturnip.frontend.effort import Effort
 from jturnip.frontend.inline import argument_avals
 from jturnip.frontend.loops import LOOPS_AND_BRANCHES, bytes_for_one_branch
 from jturnip.frontend.memory_model import inner_bytes
@@ -125,15 +127,49 @@ def surely_unrolled(
     function: Function, setting: Setting, to_host: frozenset[int]
 ) -> Program | None:
     """A program in which several iterations of a loop are one, in tiles, where what a loop
-    carries does not fit beside what it becomes: done one by one, each iteration would move
-    all of it. None where there is none, or another may be faster."""
-    if not setting.how.compares_ways or not setting.how.axes:
+    carries does not fit beside what it becomes, or what is in between does not, in blocks
+    either: done one by one, each iteration would move all of it. None where there is none,
+    or another may be faster."""
+    if not setting.how.is_free or not setting.how.axes:
+        return None
+    if not carries_more(function.closed, setting.arena * _OF_STENCILS):
         return None
     if not carries_more(function.closed, setting.arena):
-        return None
+        if not _is_unrolled(function, setting) or _fits_whole(function, setting, to_host):
+            return None
     made = _unrolled(function, setting, to_host)
     moves_much = isinstance(made, Straight) and not moves_little(made.plan, made.flat)
-    return None if moves_much else made
+    return None if moves_much and not setting.how.any_plan else made
+
+
+def _is_unrolled(function: Function, setting: Setting) -> bool:
+    """Whether several iterations of a loop are one where a function is cut."""
+    seen = setting.seen(**_large(setting))
+    function.flat(seen)
+    return bool(seen.unrolled)
+
+
+def _fits_whole(function: Function, setting: Setting, to_host: frozenset[int]) -> bool:
+    """Whether a function fits with its loops in one piece."""
+    setting, seen = setting.otherwise(effort=Effort()), setting.seen()
+    flat = function.flat(seen)
+    in_blocks, _ = _bodies_in_blocks(flat, setting, seen)
+    for cut in itertools.chain((flat,), in_blocks):
+        with contextlib.suppress(PlanningError):
+            straight(cut, setting, to_host)
+            return True
+    return False
+
+
+def _bodies_in_blocks(
+    flat: FlatJaxpr, setting: Setting, seen: Seen
+) -> tuple[Iterator[FlatJaxpr], int | None]:
+    """A function with the bodies of its loops in blocks, in some ways; and how many bytes
+    they read where what is sunk into them is not made anew."""
+    large = large_for(setting.arena, setting.rates, setting.seconds_per_byte)
+    inside = sunk(flat, large)
+    in_blocks = with_bodies_in_blocks(inside.flat, setting.arena, setting.rates, seen)
+    return in_blocks, inside.read_bytes
 
 
 def _unrolled(
@@ -141,9 +177,7 @@ def _unrolled(
 ) -> Program | None:
     """A program in which several iterations of a loop are one, if one is a stencil, and the
     host has room for what such a program moves."""
-    seen = setting.seen(**_large(setting))
-    function.flat(seen)
-    if seen.unrolled:
+    if _is_unrolled(function, setting):
         with contextlib.suppress(HostMemoryError):
             return _first_that_fits(_tries(function, setting), setting, to_host, [])
     return None
@@ -230,10 +264,7 @@ def _tries(function: Function, setting: Setting) -> Iterator[_Try]:
     loops_stay = takes_apart = how.streams and not how.finest
     in_blocks, read_bytes = iter(()), None
     if loops_stay:
-        large = large_for(arena, expected, setting.seconds_per_byte)
-        inside = sunk(flat, large)
-        in_blocks = with_bodies_in_blocks(inside.flat, arena, expected, seen)
-        read_bytes = inside.read_bytes
+        in_blocks, read_bytes = _bodies_in_blocks(flat, setting, seen)
     if how.axes and loops_stay:
         if has_loops_with_axes(flat, arena):
             yield _Try(partial(in_fastest_way, flat, setting))
@@ -376,6 +407,9 @@ def searched(program: Program, budget: Budget, how: How) -> Program:
 def _tasks_between(flat: FlatJaxpr, setting: Setting, to_host: Collection[int]) -> Straight:
     """One plan for the tasks between two loops or branches, cut if it must be."""
     how = setting.how
+    in_tiles = surely_in_tiles(flat, setting, frozenset(to_host))
+    if in_tiles is not None:
+        return in_tiles
     try:
         return straight(flat, setting, to_host)
     except DoesNotFit as error:

@@ -66,10 +66,15 @@ class How:
     accelerator: Accelerator | None = None
 
     @property
+    def is_free(self) -> bool:
+        """Whether a function is cut in whatever way is best; strategies are compared with
+        one another, of the same tasks."""
+        return self.strategy == "auto" and not self.finest
+
+    @property
     def compares_ways(self) -> bool:
-        """Whether a program is compared with one that is cut otherwise; strategies are
-        compared with one another, of the same tasks."""
-        return self.strategy == "auto" and not (self.any_plan or self.finest)
+        """Whether a program is compared with one that is cut otherwise."""
+        return self.is_free and not self.any_plan
 
     @property
     def tight(self) -> bool:

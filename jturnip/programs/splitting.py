@@ -128,6 +128,35 @@ def split(
     )
 
 
+def refuse_alone(flat: FlatJaxpr, setting: Setting, among: Collection[int]) -> None:
+    """Refuses a function with an equation that needs too much by itself, whatever is done
+    with the others, as XLA's figures show.
+
+    Args:
+      flat: the function.
+      setting: what it is cut for.
+      among: the equations that are looked at, if they are expected to need much.
+
+    Raises:
+      DoesNotFit: with what the one needs that needs most.
+    """
+    arguments, needs = kept(setting.arguments, flat), setting.how.needs
+    if needs is None or not among:
+        return
+    there = values_that_stay(flat, arguments)
+    partitioner = Partitioner(flat, setting.rates, there)
+    staying = _not_to_be_lost(flat, arguments, setting.how.repeated)
+    finest = with_overwriting(flat, partitioner.partition(0), staying)
+    alone = [group for group in finest if partitioner.only(group) in among]
+    alone = partitioner.hungriest(alone, setting.arena // _HUNGRY)
+    if not alone:
+        return
+    compiled = _compile(flat, alone, arguments, spent=setting.how.spent)
+    setting.how.executables.extend(compiled.executables)
+    graph, _ = build(flat, alone, arguments, compiled)
+    _refuse_neediest(flat, partitioner, alone, graph, setting.budget, setting.device, needs)
+
+
 def with_resident(split: Split, chosen: Collection[BufferId]) -> Split:
     """The same with more arrays in host memory that are on the device while it runs again
     and again, since they are the same each time.
@@ -262,6 +291,27 @@ def _refuse(
 ) -> None:
     """Refuses a function of which an equation needs too much however its task is cut, as
     XLA's figures for some of its tasks show; `needs` grows by that."""
+    _refuse_neediest(flat, partitioner, groups, graph, budget, device, needs)
+    too_large = _too_large(graph, budget.arena(device))
+    uncut = [t for t in too_large if len(partitioner.refine([groups[t]], {0})) == 1]
+    if uncut:
+        sizes = {t: task_bytes(graph, graph.tasks[t]) for t in uncut}
+        t = max(uncut, key=lambda t: sizes[t])
+        refusal = _refusal(graph, budget, device)
+        needs.know_alone(flat, partitioner, groups[t], sizes[t], refusal, budget)
+        raise refusal
+
+
+def _refuse_neediest(
+    flat: FlatJaxpr,
+    partitioner: Partitioner,
+    groups: Sequence[Group],
+    graph: TaskGraph,
+    budget: Budget,
+    device: Device,
+    needs: Needs,
+) -> None:
+    """The same, of an equation that needs too much whatever it writes over: in any task."""
     arena = budget.arena(device)
     too_large, free = _too_large(graph, arena), arena - resident_bytes(graph)
     if not too_large:
@@ -272,12 +322,6 @@ def _refuse(
     if least > free:
         refusal = _refusal(graph, budget, device)
         needs.know(flat.equations[e], least, refusal, budget)
-        raise refusal
-    uncut = [t for t in too_large if len(partitioner.refine([groups[t]], {0})) == 1]
-    if uncut:
-        t = max(uncut, key=lambda t: sizes[t])
-        refusal = _refusal(graph, budget, device)
-        needs.know_alone(flat, partitioner, groups[t], sizes[t], refusal, budget)
         raise refusal
 
 

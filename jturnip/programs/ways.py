@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import dataclasses
 import functools
 import itertools
 import math
@@ -11,7 +12,8 @@ from typing import Any
 
 from jturnip.compiler.executables import TooManyTasks
 from jturnip.errors import DoesNotFit, PlanningError
-from jturnip.frontend import costs
+from jturnip.frontend import costs, parts
+from jturnip.frontend.axes import rules
 from jturnip.frontend.blocks import (
     Ways,
     cut_along_axes,
@@ -19,6 +21,7 @@ from jturnip.frontend.blocks import (
     ways_in_tiles,
 )
 from jturnip.frontend.costs import DeviceRates
+from jturnip.frontend.loops import LOOPS_AND_BRANCHES
 from jturnip.frontend.materializing import Again
 from jturnip.frontend.values import FlatJaxpr, called, nbytes_of
 from jturnip.graph.plan import Plan
@@ -91,6 +94,7 @@ def in_fastest_way(flat: FlatJaxpr, setting: Setting, to_host: Collection[int]) 
     if key in how.known:
         with contextlib.suppress(DoesNotFit):
             return make(how.known[key][-1])
+    splitting.refuse_alone(flat, setting, _uncut_loops(flat, setting))
     compared = _Compared(flat, make, how.any_plan)
     if places.bytes_at_start(flat, setting.arguments) <= setting.arena:
         compared.look(_ways(flat, setting))
@@ -167,20 +171,21 @@ def surely_in_tiles(
     flat: FlatJaxpr, setting: Setting, to_host: frozenset[int]
 ) -> Straight | None:
     """One plan for all tasks, with what windows slide over done in tiles, where that is all
-    that does not fit, in one stretch, and nothing moves twice, or nothing waits for what
-    moves; None where there is no such plan, and another may be faster.
+    that does not fit, and nothing but borders moves twice, or nothing waits for what moves;
+    None where there is no such plan, and another may be faster.
 
     Few tasks that are alike compile in a part of the time of many that are not.
     """
-    if not setting.how.compares_ways or not setting.how.axes:
+    if not setting.how.is_free or not setting.how.axes:
         return None
     for ways in _in_tiles(flat, setting):
-        if not ways.in_one:
+        if not ways.in_all:
             continue
         with contextlib.suppress(PlanningError):
             made = _of_tiles(ways, setting, to_host)
             once = moves_little(made.plan, flat, _WITH_BORDERS)
-            return made if once or not _waits(made) else None
+            will_do = once or setting.how.any_plan or not _waits(made)
+            return made if will_do else None
     return None
 
 
@@ -365,6 +370,16 @@ def _crossing_bytes(graph: TaskGraph) -> int:
     return sum(
         graph.buffers[b].nbytes for t in graph.tasks for b in (*t.inputs, *t.outputs)
     )
+
+
+def _uncut_loops(flat: FlatJaxpr, setting: Setting) -> frozenset[int]:
+    """The loops and branches that are done as they are in whatever way a function is cut:
+    by their place among its equations."""
+    at = [i for i, e in enumerate(flat.equations) if e.name in LOOPS_AND_BRANCHES]
+    loops = dataclasses.replace(flat, equations=tuple(flat.equations[i] for i in at))
+    found = zip(at, rules(loops, parts.works, setting.seen().rules), strict=True)
+    uncut = (i for i, rule in found if rule is None)
+    return frozenset(i for i in uncut if not flat.equations[i].driven)
 
 
 def _loops(flat: FlatJaxpr) -> collections.Counter[tuple[str, Any]]:

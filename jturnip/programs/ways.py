@@ -375,11 +375,11 @@ def _crossing_bytes(graph: TaskGraph) -> int:
 def _uncut_loops(flat: FlatJaxpr, setting: Setting) -> frozenset[int]:
     """The loops and branches that are done as they are in whatever way a function is cut:
     by their place among its equations."""
-    at = [i for i, e in enumerate(flat.equations) if e.name in LOOPS_AND_BRANCHES]
+    may_stay = lambda e: e.name in LOOPS_AND_BRANCHES and not (e.driven or e.effects)
+    at = [i for i, e in enumerate(flat.equations) if may_stay(e)]
     loops = dataclasses.replace(flat, equations=tuple(flat.equations[i] for i in at))
     found = zip(at, rules(loops, parts.works, setting.seen().rules), strict=True)
-    uncut = (i for i, rule in found if rule is None)
-    return frozenset(i for i in uncut if not flat.equations[i].driven)
+    return frozenset(i for i, rule in found if rule is None)
 
 
 def _loops(flat: FlatJaxpr) -> collections.Counter[tuple[str, Any]]:

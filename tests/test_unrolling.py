@@ -48,6 +48,7 @@ def scan_of(fn: Callable[..., Any], *args: Any) -> Any:
         (2, 100, []),
         (4, 100, []),
         (5, 100, []),  # three and two
+        (5, 190, [2]),  # and one
         (8, 100, [2]),
         (9, 100, [3]),  # three each time
         (11, 100, [2]),

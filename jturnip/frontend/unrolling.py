@@ -106,8 +106,8 @@ def _each_time(length: int, most: int) -> int:
     as many each time; or two thirds of that, if that leaves none over, which would be a
     program of its own."""
     count = -(-length // -(-length // most))
-    leaving_nothing = (n for n in range(2 * count // 3, count) if length % n == 0)
-    return count if length % count == 0 else max(leaving_nothing, default=count)
+    fewer = range(max(2, 2 * count // 3), count + 1)
+    return max((n for n in fewer if length % n == 0), default=count)
 
 
 def _most_by_borders(eqn: Any, largest: float) -> int:

@@ -20,6 +20,7 @@ from jturnip.errors import UnsupportedError
 from jturnip.frontend import ffts, hints, refs, stacks
 from jturnip.frontend.builder import Builder
 from jturnip.frontend.counting import Counts
+from jturnip.frontend.empty import without_empty
 from jturnip.frontend.values import Atom, Constant, FlatJaxpr, Type, called, source_line
 
 
@@ -141,7 +142,7 @@ class _Inliner:
             return self._solved(eqn, operands, calls)
         _check(eqn, calls)
         expanded = compat.expanded(eqn) or ffts.one_by_one(eqn, self._largest_fft)
-        expanded = expanded or self._instead(eqn)
+        expanded = expanded or without_empty(eqn) or self._instead(eqn)
         if expanded is not None:
             return self.call(expanded, operands, (*calls, eqn))
         chosen = self._chosen(eqn)

@@ -212,10 +212,10 @@ class _Tiling:
         ]
 
     def _is_long(self, axes: Mapping[int, Axis]) -> bool:
-        """Whether windows slide along the axis over what takes much."""
-        most = self._arena * _AS_A_WHOLE
+        """Whether windows slide along the axis over what takes much, all together."""
         sliding = (axis.equation for axis in axes.values() if axis.slides)
-        return any(self._nbytes(e) > most for e in sliding)
+        over = set[int]().union(*map(touched, sliding)) - self._where.staying
+        return nbytes_of(self._flat, over) > self._arena * _AS_A_WHOLE
 
     def _tiles(self, stretch: Stretch, axes: Mapping[int, Axis]) -> _Choice | None:
         """The fewest tiles that are expected to fit, of those that do little twice."""

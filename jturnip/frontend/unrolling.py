@@ -18,6 +18,7 @@ from jturnip.frontend import costs, parts
 from jturnip.frontend.axes import Known, rules
 from jturnip.frontend.loops import scan_counts
 from jturnip.frontend.pieces import with_pieces
+from jturnip.frontend.results import live
 from jturnip.frontend.sliding import sliding_rules
 from jturnip.frontend.stretches import Stretches
 from jturnip.frontend.tiles import axes_of
@@ -71,6 +72,8 @@ def is_stencil(eqn: Any, flat: FlatJaxpr, largest: float, known: Known) -> bool:
     passing = _bytes_of([*eqn.invars[consts + carries :], *eqn.outvars[carries:]])
     if 2 * carried <= largest or passing > carried * _LITTLE or eqn.params["reverse"]:
         return False
+    if not any(e.origin.effects for e in flat.equations):
+        flat = live(flat)
     return _is_one_chain(flat, int(carried * _LITTLE), known)
 
 

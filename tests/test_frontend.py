@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checks import assert_same, some_numbers, tower
-from flat import flat_of
+from flat import evaluated, flat_of
 from hypothesis import given, settings, strategies as st
 
 from jturnip.compiler.executables import group_key
@@ -110,6 +110,19 @@ def test_dead_equations_are_gone():
 def test_dead_equations_inside_a_call_are_gone():
     inner = jax.jit(lambda x: (jnp.sin(x), jnp.cos(x)))
     assert names(flat_of(lambda x: inner(x)[1], x32(4))) == ["cos"]
+
+
+def test_what_is_put_together_has_no_empty_pieces():
+    x = np.random.default_rng(0).normal(size=(4, 5)).astype(np.float32)
+    shifted = lambda x: jnp.roll(x, (0, 2), (0, 1))
+    flat = flat_of(shifted, x)
+    assert [e.name for e in flat.equations].count("concatenate") == 1
+    assert all(flat.types[v].nbytes for e in flat.equations for v in e.outputs)
+    assert_same(evaluated(flat, x)[0], jax.jit(shifted)(x))
+    empty = lambda x: jnp.concatenate([x[:0], x[4:], x[:0]])
+    assert_same(evaluated(flat_of(empty, x), x)[0], jax.jit(empty)(x))
+    one = lambda x: jnp.concatenate([x[:0], x, x[:0]])
+    assert_same(evaluated(flat_of(one, x), x)[0], x + 0)
 
 
 def test_scalars_are_constants_of_equations_and_arrays_are_values():

@@ -26,11 +26,11 @@ from jturnip.frontend.values import FlatJaxpr, Type, touched
 
 
 # So many iterations become one, or as many as have so many equations together; none of more
-# than so many: XLA compiles that for the first tile, the last one, and those between, and
-# takes a minute for eight of forty equations.
+# than so many: XLA compiles that for the first tile, the last one, and those between, each
+# some milliseconds for every equation.
 _AT_ONCE = 4
 _EQUATIONS = 160
-_MOST_EQUATIONS = 400
+_MOST_EQUATIONS = 600
 # Each needs one more row on both sides of a tile, and half of these are computed twice.
 # More than the few above become one only while that is less than a third of a tile, which
 # has a sixth or so of the rows for which there would be room: so many rows for each.

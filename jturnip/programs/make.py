@@ -151,7 +151,9 @@ def _is_unrolled(function: Function, setting: Setting) -> bool:
 
 def _fits_whole(function: Function, setting: Setting, to_host: frozenset[int]) -> bool:
     """Whether a function fits with its loops in one piece."""
-    setting, seen = setting.otherwise(effort=Effort()), setting.seen()
+    # It is only asked: no task is timed, and what is looked at does not count.
+    setting = setting.otherwise(effort=Effort(), trials=None, any_plan=True)
+    seen = setting.seen()
     flat = function.flat(seen)
     in_blocks, _ = _bodies_in_blocks(flat, setting, seen)
     for cut in itertools.chain((flat,), in_blocks):

@@ -65,6 +65,7 @@ def scan_of(fn: Callable[..., Any], *args: Any) -> Any:
         (8, 100, [2]),
         (9, 100, [3]),  # three each time
         (11, 100, [2]),
+        (10, 40, [2]),  # four, four, and two, rather than two each time
         (11, 20, []),  # six and five
         (40, 10, [4]),  # ten each time, rather than fourteen, fourteen, and twelve
     ],
@@ -84,6 +85,15 @@ def test_several_iterations_in_one_give_the_same(
     (u_end, speed_end), most = jax.jit(fn)(u, speed)
     for x, expected in zip(found, (u_end, speed_end, most), strict=True):
         assert_same(x, expected)
+
+
+def test_rows_that_are_empty_are_scanned():
+    fn = lambda u, rows: jax.lax.scan(lambda u, row: (u * 2 + row.sum(), -row), u, rows)
+    args = jnp.arange(9.0), jnp.zeros((8, 0))
+    made = several_at_once(scan_of(fn, *args), 10, ROOM)
+    assert made is not None
+    for found, expected in zip(jaxpr_as_fun(made)(*args), fn(*args), strict=True):
+        assert_same(found, expected)
 
 
 def test_what_is_short_or_large_stays():

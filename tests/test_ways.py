@@ -453,17 +453,42 @@ def test_no_way_is_looked_for_where_a_loop_that_stays_as_it_is_does_not_fit(
         return search(flat, *args)
 
     def squared(x: Any) -> Any:
+        x = jax.lax.fori_loop(0, 3, lambda _, x: jnp.tanh(x @ x.T) @ x / 200, x)
         wide = jax.nn.softmax(jnp.tile(x, 20), axis=0)
-        x = wide @ wide.T
-        return jax.lax.fori_loop(0, 3, lambda _, x: jnp.tanh(x @ x.T) @ x, x)
+        return wide @ wide.T
 
     x = np.random.default_rng(0).normal(size=(200, 200)).astype(np.float32)
     monkeypatch.setattr(ways, "cut_along_axes", searched)
     f = jturnip.jit(squared, gpu_bytes=int(2.5 * x.nbytes))
-    # Sums of 4000 and of 200 numbers, all of one sign, multiplied by one another.
+    # Sums of 4000 numbers of one sign.
     np.testing.assert_allclose(f(x), jax.jit(squared)(x), rtol=1e-4)
     assert searches
     assert not any(e.name == "scan" for flat in searches for e in flat.equations)
+
+
+@pytest.mark.long
+def test_a_loop_is_not_refused_for_what_a_task_never_writes_down():
+    """By itself it reads a matrix, and holds another that is made of it; in one task with
+    what makes the first, XLA holds the second only."""
+
+    def solved(x: Any, y: Any, h: Any) -> Any:
+        matrix = jnp.cos(x.astype(jnp.float32) * y[:, None])
+        solve = functools.partial(jax.lax.linalg.triangular_solve, left_side=True)
+        return jax.lax.fori_loop(0, 5, lambda _, h: solve(jnp.sin(matrix) + 3, h), h)
+
+    def fn(x: Any, y: Any, h: Any, q: Any, k: Any) -> Any:
+        for j in range(6):
+            h = solved(x, y + j, h)
+        shares = jax.nn.softmax(q @ k.T, axis=0)
+        return h, shares.T @ q
+
+    n = 300
+    random = np.random.default_rng(0)
+    numbers = lambda *shape: random.normal(size=shape).astype(np.float32)
+    x, y = numbers(n, n).astype(np.float16), np.linspace(0, 1, n, dtype=np.float32)
+    args = x, y, np.ones((n, 4), np.float32), numbers(4 * n, 8), numbers(n, 8)
+    lowered = jturnip.jit(fn, gpu_bytes=int(2.6 * 4 * n**2)).lower(*map(jturnip.host, args))
+    assert lowered.compile().plan.h2d_bytes < 4 * n**2
 
 
 def smoothed(transitions: Any, likelihood: Any) -> Any:

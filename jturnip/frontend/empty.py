@@ -26,4 +26,5 @@ def without_empty(eqn: Any) -> Any:
         first, *others = (pieces[i] for i in some)
         return lax.concatenate([first, *others], eqn.params["dimension"])
 
-    return jax.make_jaxpr(together)(*(t.struct() for t in types))
+    with eqn.ctx.manager:
+        return jax.make_jaxpr(together)(*(t.struct() for t in types))

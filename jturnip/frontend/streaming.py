@@ -66,7 +66,8 @@ class Seen:
     # Fourier transforms over several dimensions that give more bytes are done one dimension
     # after the other.
     largest_fft: float = math.inf
-    # Scans that carry more bytes have several iterations in one, if these are stencils.
+    # Scans that carry more bytes, in and out, have several iterations in one, if these are
+    # stencils.
     largest_carried: float = math.inf
     rules: Known = field(default_factory=Known)
     # By the id of a jaxpr, with it, so that the id stays its own: it inlined.

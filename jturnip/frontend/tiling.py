@@ -48,9 +48,10 @@ _AS_A_WHOLE = 1 / 3
 _SEEDS = 2
 # What XLA does while something else reads it.
 _WHILE_READ = frozenset("slice broadcast_in_dim".split())
-# What XLA writes down; for a barrier, if it is not written down anyway.
-_BARRIER = "optimization_barrier"
+# What XLA writes down, whatever reads it.
 _WRITTEN = HEAVY | REDUCTIONS
+# What it reads is written down for it, if it is not anyway.
+_BARRIER = "optimization_barrier"
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,7 +321,7 @@ class _Work:
             virtual = e.name in _WHILE_READ or (
                 fused and is_read_once and e.name not in _WRITTEN
             )
-            if e.name == _BARRIER:  # what is written down anyway is the same bytes
+            if e.name == _BARRIER:  # the same bytes as what it reads, where that has some
                 virtual = not fused
             end = max([at, *(ends[v] for v in e.outputs if virtual and v in ends)])
             for v in read_by(e):

@@ -32,8 +32,10 @@ _AT_ONCE = 4
 _EQUATIONS = 160
 _MOST_EQUATIONS = 600
 # Each needs one more row on both sides of a tile, and half of these are computed twice.
-# More than the few above become one only while that is less than a third of a tile, which
-# has a sixth or so of the rows for which there would be room: so many rows for each.
+# More than the few above become one only while that is less than a third of a tile. A tile
+# has a twelfth or so of the rows for which the budget would be room, and what counts as
+# large (`largest`) is a half of the budget: so many rows for each, of those for which that
+# would be room.
 _ROWS = 20
 # What is scanned and stacked takes this share of what is carried at most.
 _LITTLE = 1 / 8
@@ -64,7 +66,7 @@ def is_stencil(eqn: Any, flat: FlatJaxpr, largest: float, known: Known) -> bool:
     Args:
       eqn: the scan.
       flat: its body, inlined.
-      largest: so many bytes fit.
+      largest: what it carries, in and out, is large if it is more than so many bytes.
       known: the rules of equations; grows.
     """
     consts, carries, _ = scan_counts(eqn)
@@ -109,13 +111,13 @@ def _each_time(length: int, most: int) -> int:
     as many each time; or two thirds of that, if that leaves none over, which would be a
     program of its own."""
     count = -(-length // -(-length // most))
-    fewer = range(max(2, 2 * count // 3), count + 1)
+    fewer = range(max(2, -(-2 * count // 3)), count + 1)
     return max((n for n in fewer if length % n == 0), default=count)
 
 
 def _most_by_borders(eqn: Any, largest: float) -> int:
-    """How many iterations a tile may do at once, where so many bytes fit, if windows reach
-    one row farther in each."""
+    """How many iterations a tile may do at once, if windows reach one row farther in each,
+    along the longest axis."""
     carried = eqn.outvars[: scan_counts(eqn)[1]]
     large = max((v.aval for v in carried), key=lambda aval: Type.of(aval).nbytes)
     return int(max(large.shape) * largest / (_ROWS * _carried_bytes(eqn)))
@@ -128,7 +130,7 @@ def several_at_once(eqn: Any, equations: int, largest: float) -> Any | None:
     Args:
       eqn: the scan.
       equations: how many its body has.
-      largest: so many bytes fit.
+      largest: as for `is_stencil`.
     """
     length = eqn.params["length"]
     equations = max(1, equations)
@@ -156,7 +158,7 @@ def several_at_once(eqn: Any, equations: int, largest: float) -> Any | None:
         fixed, carried = operands[:consts], operands[consts : consts + carries]
         xs = operands[consts + carries :]
         step = lambda carried, rows: iterations(fixed, carried, rows, count)
-        grouped = [x[:many].reshape(-1, count, *x.shape[1:]) for x in xs]
+        grouped = [x[:many].reshape(many // count, count, *x.shape[1:]) for x in xs]
         if many > count:
             carried, ys = lax.scan(step, tuple(carried), grouped, many // count)
             ys = [y.reshape(many, *y.shape[2:]) for y in ys]

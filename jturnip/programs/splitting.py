@@ -12,7 +12,7 @@ from jturnip.compiler.report import Spent
 from jturnip.errors import DoesNotFit
 from jturnip.frontend.overwriting import with_overwriting
 from jturnip.frontend.partition import Group, Partitioner
-from jturnip.frontend.values import FlatJaxpr
+from jturnip.frontend.values import FlatJaxpr, read_by
 from jturnip.graph.taskgraph import BufferId, Place, Task, TaskGraph
 from jturnip.placement import Arguments, Budget, Whose
 from jturnip.planner.planner import (
@@ -132,6 +132,9 @@ def refuse_alone(flat: FlatJaxpr, setting: Setting, among: Collection[int]) -> N
     """Refuses a function with an equation that needs too much by itself, whatever is done
     with the others, as XLA's figures show.
 
+    In a task with the equations that make what it reads, XLA may never write that down: so
+    it counts only what is read of arguments and the like, and what is made.
+
     Args:
       flat: the function.
       setting: what it is cut for.
@@ -140,21 +143,29 @@ def refuse_alone(flat: FlatJaxpr, setting: Setting, among: Collection[int]) -> N
     Raises:
       DoesNotFit: with what the one needs that needs most.
     """
-    arguments, needs = kept(setting.arguments, flat), setting.how.needs
-    if needs is None or not among:
+    arguments, how = kept(setting.arguments, flat), setting.how
+    if how.thorough or not among:
         return
     there = values_that_stay(flat, arguments)
     partitioner = Partitioner(flat, setting.rates, there)
-    staying = _not_to_be_lost(flat, arguments, setting.how.repeated)
+    staying = _not_to_be_lost(flat, arguments, how.repeated)
     finest = with_overwriting(flat, partitioner.partition(0), staying)
     alone = [group for group in finest if partitioner.only(group) in among]
     alone = partitioner.hungriest(alone, setting.arena // _HUNGRY)
     if not alone:
         return
-    compiled = _compile(flat, alone, arguments, spent=setting.how.spent)
-    setting.how.executables.extend(compiled.executables)
+    compiled = _compile(flat, alone, arguments, spent=how.spent)
+    how.executables.extend(compiled.executables)
     graph, _ = build(flat, alone, arguments, compiled)
-    _refuse_neediest(flat, partitioner, alone, graph, setting.budget, setting.device, needs)
+    free = setting.arena - resident_bytes(graph)
+    made = {v for e in flat.equations for v in e.outputs}
+    for group, task in zip(alone, graph.tasks, strict=True):
+        e = partitioner.only(group)
+        of_others = made.intersection(read_by(flat.equations[e]))
+        hidden = sum(padded(flat.types[v].nbytes) for v in of_others)
+        _, least = partitioner.neediest(group, task_bytes(graph, task))
+        if least - hidden > free:
+            raise _refusal(graph, setting.budget, setting.device)
 
 
 def with_resident(split: Split, chosen: Collection[BufferId]) -> Split:
@@ -291,27 +302,6 @@ def _refuse(
 ) -> None:
     """Refuses a function of which an equation needs too much however its task is cut, as
     XLA's figures for some of its tasks show; `needs` grows by that."""
-    _refuse_neediest(flat, partitioner, groups, graph, budget, device, needs)
-    too_large = _too_large(graph, budget.arena(device))
-    uncut = [t for t in too_large if len(partitioner.refine([groups[t]], {0})) == 1]
-    if uncut:
-        sizes = {t: task_bytes(graph, graph.tasks[t]) for t in uncut}
-        t = max(uncut, key=lambda t: sizes[t])
-        refusal = _refusal(graph, budget, device)
-        needs.know_alone(flat, partitioner, groups[t], sizes[t], refusal, budget)
-        raise refusal
-
-
-def _refuse_neediest(
-    flat: FlatJaxpr,
-    partitioner: Partitioner,
-    groups: Sequence[Group],
-    graph: TaskGraph,
-    budget: Budget,
-    device: Device,
-    needs: Needs,
-) -> None:
-    """The same, of an equation that needs too much whatever it writes over: in any task."""
     arena = budget.arena(device)
     too_large, free = _too_large(graph, arena), arena - resident_bytes(graph)
     if not too_large:
@@ -322,6 +312,12 @@ def _refuse_neediest(
     if least > free:
         refusal = _refusal(graph, budget, device)
         needs.know(flat.equations[e], least, refusal, budget)
+        raise refusal
+    uncut = [t for t in too_large if len(partitioner.refine([groups[t]], {0})) == 1]
+    if uncut:
+        t = max(uncut, key=lambda t: sizes[t])
+        refusal = _refusal(graph, budget, device)
+        needs.know_alone(flat, partitioner, groups[t], sizes[t], refusal, budget)
         raise refusal
 
 

@@ -28,7 +28,7 @@ from jturnip.frontend.rules import Rule
 from jturnip.frontend.running import rows_as_blocks
 from jturnip.frontend.shifting import shifted
 from jturnip.frontend.slices import sliced_on_host
-from jturnip.frontend.tiling import Tiled, in_tiles
+from jturnip.frontend.tiling import in_tiles
 from jturnip.frontend.values import (
     Constant,
     Equation,
@@ -86,9 +86,9 @@ class Ways:
     anew: bool = False
     again: Again | None = None
     keeps: bool = False
-    # Where windows slide over tiles that overlap, these: what is between does not move; and
+    # Whether windows slide over tiles that overlap: what is between does not move; and
     # whether all that does not fit is in tiles, each done once.
-    tiled: Tiled | None = None
+    in_tiles: bool = False
     in_all: bool = False
 
 
@@ -173,7 +173,7 @@ def ways_in_tiles(
     flat = sliced_on_host(flat, where.hosted, overlapping=False)
     for tiled in in_tiles(flat, where, arena, known):
         in_all = tiled.loops == 1 and _fits(tiled.flat, arena, where)
-        yield Ways((tiled.flat,), tiled=tiled, in_all=in_all)
+        yield Ways((tiled.flat,), in_tiles=True, in_all=in_all)
 
 
 def _written_otherwise(

@@ -59,9 +59,8 @@ class Tiled:
     """A function with stretches over which windows slide in tiles."""
 
     flat: FlatJaxpr
-    # How many stretches, and how often at most one is gone through, since what is read of
-    # it follows from all of it.
-    stretches: int
+    # How often at most a stretch is gone through, since what is read of it follows from
+    # all of it.
     loops: int
 
 
@@ -90,7 +89,7 @@ def in_tiles(flat: FlatJaxpr, where: Where, arena: int, known: Known) -> Iterato
         ):
             loops = max(tiles.stretch.loops for tiles in cuttings)
             made = with_cuttings(stretches, cuttings)
-            yield Tiled(made, len(cuttings), loops)
+            yield Tiled(made, loops)
         seen.append(how)
 
 

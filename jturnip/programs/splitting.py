@@ -148,8 +148,7 @@ def refuse_alone(flat: FlatJaxpr, setting: Setting, among: Collection[int]) -> N
         return
     there = values_that_stay(flat, arguments)
     partitioner = Partitioner(flat, setting.rates, there)
-    staying = _not_to_be_lost(flat, arguments, how.repeated)
-    finest = with_overwriting(flat, partitioner.partition(0), staying)
+    finest = _finest(flat, partitioner, arguments, how.repeated)
     alone = [group for group in finest if partitioner.only(group) in among]
     alone = partitioner.hungriest(alone, setting.arena // _HUNGRY)
     if not alone:
@@ -244,9 +243,14 @@ def _not_to_be_lost(
     return frozenset(staying)
 
 
-def _finest(flat: FlatJaxpr, partitioner: Partitioner, arguments: Arguments) -> list[Group]:
-    """The smallest tasks there can be, in a single run."""
-    staying = _not_to_be_lost(flat, arguments, repeated=False)
+def _finest(
+    flat: FlatJaxpr,
+    partitioner: Partitioner,
+    arguments: Arguments,
+    repeated: bool = False,
+) -> list[Group]:
+    """The smallest tasks there can be, in a single run or one of many."""
+    staying = _not_to_be_lost(flat, arguments, repeated)
     return with_overwriting(flat, partitioner.partition(0), staying)
 
 

@@ -138,7 +138,7 @@ def or_in_blocks(
     if not (scans or (may_gain and not loops)):
         return made
     found = [made]
-    others = (ways for ways in _ways(flat, setting) if ways.tiled is None)
+    others = (ways for ways in _ways(flat, setting) if not ways.in_tiles)
     for ways in itertools.islice(others, _WAYS_BESIDE):
         for cut in () if ways.doubtful else ways.cut:
             if len(cut.equations) > len(flat.equations) and not scans:

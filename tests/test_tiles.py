@@ -40,6 +40,11 @@ def largest_bytes(flat: FlatJaxpr) -> int:
     return max(flat.types[v].nbytes for e in flat.equations for v in e.outputs)
 
 
+def written_bytes(flat: FlatJaxpr) -> int:
+    """What all equations write together."""
+    return sum(flat.types[v].nbytes for e in flat.equations for v in e.outputs)
+
+
 # -- what is read for some positions -----------------------------------------------------
 
 
@@ -201,6 +206,40 @@ def test_sums_over_what_is_in_tiles_are_added_up():
     form = forms_of(fn, x, 0.9)[0]
     for found, expected in zip(evaluated(form, x), jax.jit(fn)(x), strict=True):
         assert_same(found, expected, ulps=32)
+
+
+def test_each_tile_has_some_of_every_level():
+    """More tiles than the lower one has rows would hold less, but do nothing for it."""
+
+    def levels(x: Any) -> Any:
+        x = chain("zeros around", 2)(x)
+        low = jax.lax.reduce_window(x, 0.0, jax.lax.add, (4, 4), (4, 4), "VALID")
+        return x, chain("zeros around", 2)(low)
+
+    x = field(128, 32)
+    whole = written_bytes(flat_of(levels, x))
+    for form in forms_of(levels, x, 0.5):
+        # At borders 1.3 times as much at most; what is put together of tiles counts too.
+        assert written_bytes(form) <= 1.6 * whole
+        for found, expected in zip(evaluated(form, x), jax.jit(levels)(x), strict=True):
+            assert_same(found, expected)
+
+
+def test_an_image_that_is_enlarged_is_read_once():
+    """Of the gathers that enlarge it, and of their gradients, each row is known."""
+    w = jnp.asarray(field(3, 3, 2, 2)) / 8
+    numbers = ("NHWC", "HWIO", "NHWC")
+    conv = lambda x: jax.lax.conv_general_dilated(
+        x, w, (1, 1), "SAME", dimension_numbers=numbers
+    )
+
+    def fn(x: Any) -> Any:
+        return conv(jax.image.resize(jnp.tanh(conv(x)), (1, 64, 32, 2), "nearest"))
+
+    x = field(1, 32, 16, 2)
+    for form in forms_of(gradients(fn), x, 4.0):
+        assert largest_bytes(form) <= x.nbytes
+        assert_same(evaluated(form, x)[0], jax.jit(gradients(fn))(x), ulps=64)
 
 
 def test_along_one_dimension():

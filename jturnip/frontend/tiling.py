@@ -17,6 +17,7 @@ from jturnip.frontend.choosing import Where
 from jturnip.frontend.costs import HEAVY, REDUCTIONS
 from jturnip.frontend.cutting import one_after_the_other, with_cuttings
 from jturnip.frontend.pieces import AT_PLACES, with_pieces
+from jturnip.frontend.repeats import repeated
 from jturnip.frontend.rules import Rule
 from jturnip.frontend.sliding import SLIDING, Axis, Extent, sliding_rules
 from jturnip.frontend.stretches import Stretch, Stretches
@@ -73,7 +74,7 @@ def in_tiles(flat: FlatJaxpr, where: Where, arena: int, known: Known) -> Iterato
         for e in flat.equations
     ):
         return
-    with_writes = with_pieces(flat, int(arena * _LARGE))
+    with_writes = with_pieces(repeated(flat, arena), int(arena * _LARGE))
     slid = sliding_rules(with_writes, rules(with_writes, parts.works, known))
     stretches = Stretches(with_writes, slid)
     seen: list[Any] = []
@@ -241,9 +242,9 @@ class _Tiling:
             held = work(count).held_bytes(apart, self._where, self._fused)
             return held <= self._arena * _OF_TILE
 
-        # The more tiles there are, the less each holds.
-        longest = work(2).longest
-        counts = [n for n in _COUNTS if n <= longest]
+        # The more tiles there are, the less each holds, if each has some of everything.
+        shortest = work(2).shortest
+        counts = [n for n in _COUNTS if n <= shortest]
         at = bisect.bisect_left(counts, True, key=fits)
         if at == len(counts):
             return None
@@ -259,18 +260,18 @@ class _Work:
         self._flat = flat
         self.tiles = tiles
         self._wanted = [each.wanted for each in tiles.stretch.passes(flat) if each.wanted]
-        # All between the first and the last are alike.
-        self._alike = [tiles.tile(flat, each, tiles.count // 2) for each in self._wanted]
-
-    @property
-    def longest(self) -> int:
-        """How many tiles may have some of what is wanted."""
-        return max(self.tiles.length(self._flat, v) for each in self._wanted for v in each)
+        wanted = [v for each in self._wanted for v in each]
+        # All between the first and the last are alike, while they have some of everything.
+        last = [tiles.last(flat, v) for v in wanted]
+        self._count, middle = 1 + max(last), min(last) // 2
+        self._alike = [tiles.tile(flat, each, middle) for each in self._wanted]
+        # How many tiles may have some of all that is wanted.
+        self.shortest = min(tiles.length(flat, v) for v in wanted)
 
     @property
     def twice(self) -> float:
         """How many times what the whole writes is written."""
-        equations, count = self._flat.equations, self.tiles.count
+        equations, count = self._flat.equations, self._count
         whole = sum(self._bytes(v) for i in self.tiles.axes for v in equations[i].outputs)
         ends = [0] if count == 1 else [0, count - 1]
         at_ends = sum(

@@ -19,7 +19,7 @@ from jturnip.frontend.parts import works
 from jturnip.frontend.pieces import with_pieces
 from jturnip.frontend.sliding import Axis, sliding_rules
 from jturnip.frontend.tiles import united
-from jturnip.frontend.tiling import in_tiles
+from jturnip.frontend.tiling import in_tiles, of_each_example
 from jturnip.frontend.values import FlatJaxpr
 
 
@@ -43,6 +43,15 @@ def largest_bytes(flat: FlatJaxpr) -> int:
 def written_bytes(flat: FlatJaxpr) -> int:
     """What all equations write together."""
     return sum(flat.types[v].nbytes for e in flat.equations for v in e.outputs)
+
+
+def convolved(x: Any, *kernels: Any) -> Any:
+    """Images through a network of convolutions."""
+    numbers = ("NHWC", "HWIO", "NHWC")
+    for w in kernels:
+        x = jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers)
+        x = jnp.tanh(x)
+    return x
 
 
 # -- what is read for some positions -----------------------------------------------------
@@ -227,14 +236,11 @@ def test_each_tile_has_some_of_every_level():
 
 def test_an_image_that_is_enlarged_is_read_once():
     """Of the gathers that enlarge it, and of their gradients, each row is known."""
-    w = jnp.asarray(field(3, 3, 2, 2)) / 8
-    numbers = ("NHWC", "HWIO", "NHWC")
-    conv = lambda x: jax.lax.conv_general_dilated(
-        x, w, (1, 1), "SAME", dimension_numbers=numbers
-    )
+    kernel = jnp.asarray(field(3, 3, 2, 2)) / 8
 
     def fn(x: Any) -> Any:
-        return conv(jax.image.resize(jnp.tanh(conv(x)), (1, 64, 32, 2), "nearest"))
+        larger = jax.image.resize(convolved(x, kernel), (1, 64, 32, 2), "nearest")
+        return convolved(larger, kernel)
 
     x = field(1, 32, 16, 2)
     for form in forms_of(gradients(fn), x, 4.0):
@@ -312,6 +318,30 @@ def test_what_would_fit_and_move_much_is_in_tiles_too():
     f = jturnip.jit(fn, int(2.4 * x.nbytes))
     assert_same(f(jturnip.host(x)), jax.jit(fn)(x))
     assert f.last_run.h2d_bytes + f.last_run.d2h_bytes <= 4 * x.nbytes
+
+
+def test_several_images_of_which_none_fits_come_once():
+    """Each for itself, in tiles: sixteen channels of one take more than the budget."""
+    x = field(3, 64, 64, 4)
+    kernels = [
+        field(*shape) / 8 for shape in ((3, 3, 4, 16), (3, 3, 16, 16), (3, 3, 16, 4))
+    ]
+    f = jturnip.jit(convolved, 168 << 10)
+    assert_same(f(x, *kernels), jax.jit(convolved)(x, *kernels))
+    assert f.last_run.peak_bytes <= 168 << 10
+    everything = sum(a.nbytes for a in (x, *kernels))
+    assert f.last_run.h2d_bytes <= 1.3 * everything
+    assert f.last_run.d2h_bytes <= x.nbytes + 4096 * 32
+
+
+def test_images_of_which_one_fits_are_not_cut_apart_for_tiles():
+    x, kernel = field(3, 64, 64, 4), field(3, 3, 4, 4)
+    flat = flat_of(convolved, x, kernel)
+    where = Where(frozenset(flat.inputs))
+    assert of_each_example(flat, where, x.nbytes, Known()) is None
+    assert of_each_example(flat, where, x.nbytes // 3, Known()) is not None
+    one = flat_of(convolved, x[:1], kernel)
+    assert of_each_example(one, where, x.nbytes // 9, Known()) is None
 
 
 def test_levels_that_have_nothing_in_common_are_read_one_by_one():

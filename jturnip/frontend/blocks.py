@@ -28,7 +28,7 @@ from jturnip.frontend.rules import Rule
 from jturnip.frontend.running import rows_as_blocks
 from jturnip.frontend.shifting import shifted
 from jturnip.frontend.slices import sliced_on_host
-from jturnip.frontend.tiling import in_tiles
+from jturnip.frontend.tiling import in_tiles, of_each_example
 from jturnip.frontend.values import (
     Constant,
     Equation,
@@ -139,11 +139,13 @@ def cut_along_axes(
     flat = rows_as_blocks(repeated(flat, arena), arena)
     search = where, arena, rates, platform, known, effort, keep
     rest: list[Ways] = []
-    for ways in ways_in_tiles(flat, where, arena, known):
-        if ways.in_all:
-            yield ways
-        else:
-            rest.append(ways)
+    one_by_one = of_each_example(flat, where, arena, known)
+    for form in (flat,) if one_by_one is None else (flat, one_by_one):
+        for ways in ways_in_tiles(form, where, arena, known):
+            if ways.in_all:
+                yield ways
+            else:
+                rest.append(ways)
     doubtful: list[Ways] = []
     flat = sliced_on_host(flat, where.hosted)
     large = large_for(arena, rates, seconds_per_byte)

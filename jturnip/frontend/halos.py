@@ -104,7 +104,7 @@ def _windows(e: Equation, read: Sequence[Type]) -> Iterator[_Window]:
     """The windows of an equation that has one example: more of these are cut apart first,
     which needs no halos."""
     params = e.origin.params
-    if e.name == "conv_general_dilated" and read[0].shape[_examples(e)] == 1:
+    if e.name == "conv_general_dilated" and read[0].shape[examples_of(e)] == 1:
         numbers = params["dimension_numbers"]
         spatial = zip(
             numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:], strict=True
@@ -160,10 +160,10 @@ def along_channels(e: Equation, dim: int | None) -> bool:
     if e.name != "conv_general_dilated":
         return False
     numbers = e.origin.params["dimension_numbers"]
-    return dim is None or (dim != _examples(e) and dim in numbers.lhs_spec[:2])
+    return dim is None or (dim != examples_of(e) and dim in numbers.lhs_spec[:2])
 
 
-def _examples(e: Equation) -> int:
+def examples_of(e: Equation) -> int:
     """The dimension of its first operand along which a convolution has its examples."""
     numbers = e.origin.params["dimension_numbers"]
     batch, features = numbers.lhs_spec[:2]

@@ -64,13 +64,42 @@ def _temporary_bytes(jaxpr: Any) -> int:
 
 def inner_bytes(eqn: Any) -> int:
     """Temporary bytes of the largest jaxpr that an equation calls, or of what it is lowered
-    to: products of groups of rows are made of all rows once for each group."""
+    to: products of groups of rows are made of all rows once for each group; gradients of a
+    pool are put where the numbers of the largest positions say, which are found first
+    (`xla/service/select_and_scatter_expander.cc`)."""
     if eqn.primitive.name in _HELD:
         return _HELD[eqn.primitive.name] * Type.of(eqn.outvars[0].aval).nbytes
     if eqn.primitive.name == "ragged_dot_general":
         left, _, sizes = (Type.of(v.aval) for v in eqn.invars)
         return sizes.shape[-1] * left.nbytes
+    if eqn.primitive.name == "select_and_scatter_add":
+        source, operand = (Type.of(v.aval).nbytes for v in eqn.invars)
+        return 4 * operand + 6 * source
+    if eqn.primitive.name == "conv_general_dilated":
+        return _transposed_bytes(eqn)
     return max(map(temporary_bytes, nested(eqn)), default=0)
+
+
+def _transposed_bytes(eqn: Any) -> int:
+    """Bytes of what a convolution reads and writes with its dimensions in another order
+    than the one in which the CPU's XLA does it: channels last
+    (`xla/service/cpu/conv_canonicalization.cc`)."""
+    numbers = eqn.params["dimension_numbers"]
+    image, kernel = (Type.of(v.aval) for v in eqn.invars)
+    result = Type.of(eqn.outvars[0].aval)
+
+    def moved(t: Type, first: Sequence[int], last: Sequence[int]) -> int:
+        return 0 if [*first, *last] == [*range(len(t.shape))] else t.nbytes
+
+    batch, features, *along = numbers.lhs_spec
+    of_image = moved(image, [batch, *along], [features])
+    given, taken, *along = numbers.rhs_spec
+    of_kernel = moved(kernel, along, [taken, given])
+    batch, features, *along = numbers.out_spec
+    of_result = moved(result, [batch, *along], [features])
+    if of_image <= of_result:  # it lies where the result will
+        of_image = 0
+    return of_image + of_kernel + of_result
 
 
 class Model:

@@ -16,6 +16,7 @@ from jturnip.frontend.axes import Known, rules
 from jturnip.frontend.choosing import Where
 from jturnip.frontend.costs import HEAVY, REDUCTIONS
 from jturnip.frontend.cutting import one_after_the_other, with_cuttings
+from jturnip.frontend.halos import examples_of
 from jturnip.frontend.pieces import AT_PLACES, with_pieces
 from jturnip.frontend.repeats import repeated
 from jturnip.frontend.rules import Rule
@@ -94,6 +95,31 @@ def in_tiles(flat: FlatJaxpr, where: Where, arena: int, known: Known) -> Iterato
         seen.append(how)
 
 
+def of_each_example(
+    flat: FlatJaxpr, where: Where, arena: int, known: Known
+) -> FlatJaxpr | None:
+    """The function with what convolutions are part of done for one of several examples
+    after the other, if some of it does not fit for one; None where that is not so."""
+    if not any(_has_examples(flat, e) for e in flat.equations):
+        return None
+    with_writes = with_pieces(repeated(flat, arena), int(arena * _LARGE))
+    slid = sliding_rules(with_writes, rules(with_writes, parts.works, known))
+    stretches = Stretches(with_writes, slid)
+    tiling = _Tiling(stretches, slid, where, arena, fused=True)
+    tiling.cut_examples()
+    cuttings = one_after_the_other(stretches, tiling.cuttings)
+    if not cuttings or _equations(with_writes, cuttings) > _MOST_EQUATIONS:
+        return None
+    return with_cuttings(stretches, cuttings)
+
+
+def _has_examples(flat: FlatJaxpr, e: Equation) -> bool:
+    """Whether an equation is a convolution of several examples."""
+    if e.name != "conv_general_dilated" or isinstance(e.inputs[0], Constant):
+        return False
+    return flat.types[e.inputs[0]].shape[examples_of(e)] > 1
+
+
 def _equations(flat: FlatJaxpr, cuttings: Sequence[Tiles]) -> int:
     """How many equations some tiles have."""
     return sum(
@@ -152,6 +178,28 @@ class _Tiling:
             at = self._where_little_crosses(members)
             self.cut(members[:at])
             self.cut(members[at:])
+
+    def cut_examples(self) -> None:
+        """Cuts what is done for several examples, so that there is a tile for each, where
+        one equation does not fit for one."""
+        flat, members = self._flat, self._stretches.ruled()
+        for i in members:
+            e = flat.equations[i]
+            if i in self._taken or not _has_examples(flat, e):
+                continue
+            (v, *_), dim = e.inputs, examples_of(e)
+            assert not isinstance(v, Constant)
+            stretch = self._stretches.around(members, v, dim)
+            if stretch is None or not self._taken.isdisjoint(stretch.equations):
+                continue
+            self._taken.update(stretch.equations)
+            if any(self._held(i) > stretch.length * self._arena for i in stretch.working):
+                axes = axes_of(flat, self._slid, stretch)
+                self.cuttings.append(self._so_many(stretch, axes, stretch.length))
+
+    def _held(self, i: int) -> int:
+        """Bytes that an equation holds by itself."""
+        return self._nbytes(self._flat.equations[i]) + self._stretches.inner[i]
 
     def _fits(self, members: Sequence[int]) -> bool:
         """Whether what windows slide over may be there as a whole."""
@@ -220,23 +268,10 @@ class _Tiling:
 
     def _tiles(self, stretch: Stretch, axes: Mapping[int, Axis]) -> _Choice | None:
         """The fewest tiles that are expected to fit, of those that do little twice."""
-        flat, stretches = self._flat, self._stretches
-        inside = frozenset(stretch.equations)
-        crossing = {v for v in stretch.leaving if v in stretch.dims}
-        left = {
-            v
-            for v in crossing & stretches.results
-            if inside.issuperset(stretches.readers.get(v, ()))
-        }
-        large = {v for v in crossing if flat.types[v].nbytes > self._arena * _LARGE}
         apart = frozenset[int]().union(*(tiles.apart for tiles in self.cuttings))
-        sliced = frozenset(self._hosted.intersection(stretch.entering))
 
         def work(count: int) -> _Work:
-            tiles = Tiles(
-                stretch, axes, count, sliced, frozenset(left), frozenset(large - left)
-            )
-            return _Work(flat, tiles)
+            return _Work(self._flat, self._so_many(stretch, axes, count))
 
         def fits(count: int) -> bool:
             held = work(count).held_bytes(apart, self._where, self._fused)
@@ -251,6 +286,20 @@ class _Tiling:
         found = work(counts[at])
         twice = found.twice
         return _Choice(found.tiles, twice) if twice <= _MOST_TWICE else None
+
+    def _so_many(self, stretch: Stretch, axes: Mapping[int, Axis], count: int) -> Tiles:
+        """A stretch as so many tiles."""
+        flat, stretches = self._flat, self._stretches
+        inside = frozenset(stretch.equations)
+        crossing = {v for v in stretch.leaving if v in stretch.dims}
+        left = {
+            v
+            for v in crossing & stretches.results
+            if inside.issuperset(stretches.readers.get(v, ()))
+        }
+        large = {v for v in crossing if flat.types[v].nbytes > self._arena * _LARGE}
+        sliced = frozenset(self._hosted.intersection(stretch.entering))
+        return Tiles(stretch, axes, count, sliced, frozenset(left), frozenset(large - left))
 
 
 class _Work:

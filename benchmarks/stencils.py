@@ -17,6 +17,7 @@ from jturnip.demo import peak_bytes
 _SHARES = (2, 4, 8)  # the budgets are the peak of `jax.jit` over these
 _STEPS = 4
 _ITERATIONS = 20
+_SETTLED = 0.01  # a largest change that comes after about as many iterations
 
 
 def _neighbours(p: Any) -> Any:
@@ -61,6 +62,24 @@ def _loop(step: Callable[[Any], Any], u: Any) -> Any:
     return jax.lax.fori_loop(0, _ITERATIONS, lambda _, u: jnp.tanh(step(u)), u)
 
 
+def _until_a_time(step: Callable[[Any], Any], u: Any) -> Any:
+    """As often, but nobody knows that before."""
+    body = lambda state: (jnp.tanh(step(state[0])), state[1] + 0.5)
+    end = jnp.float32(_ITERATIONS / 2)
+    return jax.lax.while_loop(lambda state: state[1] < end, body, (u, 0.0))[0]
+
+
+def _until_it_settles(step: Callable[[Any], Any], u: Any) -> Any:
+    """As often as its largest change is not small."""
+
+    def body(state: Any) -> Any:
+        u, _ = state
+        after = jnp.tanh(step(u))
+        return after, jnp.max(jnp.abs(after - u))
+
+    return jax.lax.while_loop(lambda state: state[1] > _SETTLED, body, (u, jnp.inf))[0]
+
+
 def _gradient_of(step: Callable[[Any], Any], u: Any) -> Any:
     return jax.grad(lambda u: jnp.sum(jnp.square(_chain(step, u))))(u)
 
@@ -75,6 +94,8 @@ _CASES: dict[str, Callable[[Any], Any]] = {
     "a loop, zeros around": functools.partial(_loop, _zeros_around),
     "a loop, set inside": functools.partial(_loop, _set_inside),
     "a loop, a torus": functools.partial(_loop, _torus),
+    "until a time, zeros around": functools.partial(_until_a_time, _zeros_around),
+    "until it settles, zeros around": functools.partial(_until_it_settles, _zeros_around),
 }
 
 
@@ -93,10 +114,11 @@ def stencils(length: int, pairs: int) -> Section:
     ]
     about = (
         f"{_STEPS} steps of diffusion on a field in host memory, written in some ways, the"
-        f" gradient of one, and loops of {_ITERATIONS} steps, in a half, a quarter and an"
-        " eighth of the peak of `jax.jit`, which has the field on the device; time over its"
-        " time, and how many fields went over the link. Where the peak is three fields, a"
-        " quarter is less than one."
+        f" gradient of one, loops of {_ITERATIONS} steps, and loops that end after about as"
+        " many, at a time or when the field has settled; in a half, a quarter and an eighth"
+        " of the peak of `jax.jit`, which has the field on the device: time over its time,"
+        " and how many fields went over the link. Where the peak is three fields, a quarter"
+        " is less than one."
     )
     return Section("(p) Stencils", about, tuple(figures))
 

@@ -351,6 +351,11 @@ def weakly_typed(array: Any, weak: bool) -> Any:
         return array
 
 
+def nans_are_looked_for() -> bool:
+    """Whether `jax_debug_nans` or `jax_debug_infs` is set, here and now."""
+    return any(getattr(jax.config, f"jax_debug_{what}") for what in ("nans", "infs"))
+
+
 def is_nan_error(error: BaseException) -> bool:
     """Whether `jax_debug_nans` or `jax_debug_infs` found something."""
     internal = type(error).__name__ == "InternalFloatingPointError"

@@ -1,4 +1,4 @@
-"""Scans whose iterations are stencils: several iterations in one."""
+"""Loops whose iterations are stencils: several iterations in one."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,13 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checks import assert_same
+from flat import evaluated
 from jax.extend.core import jaxpr_as_fun
 from stencils import STEPS, field
 
 import jturnip
-from jturnip.frontend.inline import inline
+from jturnip.frontend.inline import Condition, inline
 from jturnip.frontend.streaming import Seen
 from jturnip.frontend.unrolling import carries_more, several_at_once
+from jturnip.frontend.whiles import several_on_trial
 
 
 ROOM = 1e9  # for borders, in bytes
@@ -49,10 +51,14 @@ def repeated(step: Callable[[Any], Any], count: int) -> Callable[[Any], Any]:
 
 
 def scan_of(fn: Callable[..., Any], *args: Any) -> Any:
-    """The only scan of a function."""
+    return loop_of("scan", fn, *args)
+
+
+def loop_of(name: str, fn: Callable[..., Any], *args: Any) -> Any:
+    """The only loop of a function."""
     flat = inline(jax.jit(fn).trace(*args).jaxpr)
-    (scan,) = (e.origin for e in flat.equations if e.name == "scan")
-    return scan
+    (loop,) = (e.origin for e in flat.equations if e.name == name)
+    return loop
 
 
 @pytest.mark.parametrize(
@@ -118,6 +124,89 @@ def test_no_more_iterations_at_once_than_borders_allow(share: float, at_once: in
     assert inner.params["length"] == 24 // at_once
 
 
+def so_often(u: Any, count: Any) -> Any:
+    return jax.lax.fori_loop(0, count, lambda _, u: jnp.tanh(STEPS["zeros around"](u)), u)
+
+
+def until_a_time(u: Any, count: Any) -> Any:
+    """A wave, with what was before it."""
+
+    def step(state: Any) -> Any:
+        u, before, time, by = state
+        return 2 * u - before + 0.1 * (STEPS["zeros around"](u) - u), u, time + by, by
+
+    first = u, u, jnp.float32(0), jnp.float32(0.25)
+    return jax.lax.while_loop(lambda state: state[2] < count / 4, step, first)[:3]
+
+
+def until_it_is_small(u: Any, count: Any) -> Any:
+    """How often depends on all of it: each step halves it; with a key of random numbers."""
+
+    def step(state: Any) -> Any:
+        u, _, key = state
+        u = STEPS["a torus by roll"](u)
+        u = u * (0.5 / jnp.float32(1))
+        return u, jnp.max(jnp.abs(u)), jax.random.split(key)[0]
+
+    first = jnp.ones_like(u), jnp.float32(1), jax.random.key(0)
+    small = jnp.exp2(-jnp.float32(count)) * 1.5
+    u, most, key = jax.lax.while_loop(lambda state: state[1] > small, step, first)
+    return u, most, jax.random.key_data(key)
+
+
+LOOPS_OF_UNKNOWN_LENGTH = [so_often, until_a_time, until_it_is_small]
+
+
+def on_trial(eqn: Any, largest: float = ROOM) -> Any:
+    """A `while` with several iterations in one."""
+    condition = Condition(eqn.params["cond_jaxpr"], eqn.params["cond_nconsts"])
+    return several_on_trial(eqn, inline(eqn.params["body_jaxpr"], condition), largest)
+
+
+@pytest.mark.parametrize("fn", LOOPS_OF_UNKNOWN_LENGTH)
+def test_a_loop_of_unknown_length_does_as_many_iterations(fn: Callable[..., Any]):
+    """None, fewer than are done at once, just as many, one more, and so on."""
+    u = field(9, 7)
+    made = on_trial(loop_of("while", fn, u, 5))
+    loops = [e for e in made.jaxpr.eqns if e.primitive.name == "while"]
+    assert len(loops) == 2
+
+    def other(u: Any, count: Any) -> Any:
+        seen = Seen(largest_carried=0.0)
+        flat = seen.inline(jax.jit(fn).trace(u, count).jaxpr)
+        assert seen.unrolled
+        return evaluated(flat, u, count)
+
+    other, expected = jax.jit(other), jax.jit(fn)
+    for count in range(20):
+        for found, x in zip(
+            other(u, count), jax.tree.leaves(expected(u, count)), strict=True
+        ):
+            assert_same(found, x)
+
+
+def test_where_all_is_asked_or_something_is_said_a_loop_stays():
+    step = STEPS["zeros around"]
+    asks_all = lambda u: jax.lax.while_loop(lambda u: jnp.max(u) > 1, step, u)
+    assert on_trial(loop_of("while", asks_all, field(9, 7))) is None
+
+    def says(u: Any, count: Any) -> Any:
+        def speaking(k: Any, u: Any) -> Any:
+            jax.debug.print("{}", k)
+            return step(u)
+
+        return jax.lax.fori_loop(0, count, speaking, u)
+
+    assert on_trial(loop_of("while", says, field(9, 7), 5)) is None
+
+
+def test_nothing_is_done_on_trial_where_nans_are_looked_for():
+    u = field(9, 7)
+    with jax.debug_nans(True):
+        assert on_trial(loop_of("while", until_it_is_small, u, 5)) is None
+        assert on_trial(loop_of("while", so_often, u, 5)) is not None
+
+
 @pytest.mark.parametrize(
     ("fn", "is_one"),
     [
@@ -163,6 +252,26 @@ def test_what_a_loop_carries_moves_once_for_several_iterations():
         # Five and five, with borders, and the largest value of each by the way; and a copy
         # that the loop owns, which some jax makes of what it is given.
         assert max(report.h2d_bytes, report.d2h_bytes) <= 1.15 * 2 * 2 * u.nbytes
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fn", LOOPS_OF_UNKNOWN_LENGTH)
+def test_in_a_loop_of_unknown_length_too(fn: Callable[..., Any]):
+    """Once for all that are done on trial, and once for what is left over; on trial, what
+    was before is kept, too."""
+    u = field(1024, 48)
+    gpu_bytes = int(1.9 * u.nbytes) + (u.nbytes if fn is until_a_time else 0)
+    f, most = jturnip.jit(fn, gpu_bytes), 0
+    for count in (13, 2, 0):
+        for make in (jturnip.host, np.asarray):
+            found, expected = f(make(u), count), jax.jit(fn)(u, count)
+            jax.tree.map(assert_same, found, expected)
+            assert f.last_run.peak_bytes <= gpu_bytes
+            most = max(most, f.last_run.h2d_bytes, f.last_run.d2h_bytes)
+    # Thirteen are two times some; three of a wave, which is two fields. On trial they are
+    # done twice, each time with what was before, and a copy of that at the beginning.
+    fields = {so_often: 2, until_a_time: 2 * 3, until_it_is_small: 6}
+    assert most <= 1.15 * fields[fn] * u.nbytes
 
 
 @pytest.mark.long

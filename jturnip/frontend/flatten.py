@@ -3,7 +3,7 @@
 | pass | what it does |
 | --- | --- |
 | `inline` | calls inlined, references drawn together |
-| `unrolling` | (within that) several iterations of a stencil's loop in one |
+| `unrolling`, `whiles` | (within that) several iterations of a stencil's loop in one |
 | `merging.merged` | (within that) what is computed twice, once |
 | `streaming.streamed` | what does not fit in parts along its rows: scans, host arrays |
 | `tables.rows_by_host` | (within that) rows of tables in host memory, read by the host |

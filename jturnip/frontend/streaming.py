@@ -21,6 +21,7 @@ from jturnip.frontend.axes import Known, rules
 from jturnip.frontend.builder import Builder
 from jturnip.frontend.inline import Condition, inline
 from jturnip.frontend.loops import (
+    LOOPS,
     SMALL,
     Cuts,
     Streaming,
@@ -48,6 +49,7 @@ from jturnip.frontend.values import (
     is_packed,
     values_of,
 )
+from jturnip.frontend.whiles import several_on_trial
 
 
 # A table in host memory that is larger than this, or than a share of what a task may hold,
@@ -66,7 +68,7 @@ class Seen:
     # Fourier transforms over several dimensions that give more bytes are done one dimension
     # after the other.
     largest_fft: float = math.inf
-    # Scans that carry more bytes, in and out, have several iterations in one, if these are
+    # Loops that carry more bytes, in and out, have several iterations in one, if these are
     # stencils.
     largest_carried: float = math.inf
     rules: Known = field(default_factory=Known)
@@ -74,7 +76,7 @@ class Seen:
     inlined: dict[Any, tuple[Any, FlatJaxpr]] = field(default_factory=dict)
     # By the id of an equation and more, with it: what was made of it.
     made: dict[Any, tuple[Any, Any]] = field(default_factory=dict)
-    # Jaxprs in which several iterations of a scan are one.
+    # Jaxprs in which several iterations of a loop are one.
     unrolled: list[Any] = field(default_factory=list)
 
     def inline(self, closed: Any, condition: Condition | None = None) -> FlatJaxpr:
@@ -88,21 +90,29 @@ class Seen:
         return self.inlined[key][1]
 
     def is_unrolled(self, eqn: Any) -> bool:
-        """Whether several iterations are one in a scan."""
+        """Whether several iterations are one in a loop."""
         return any(eqn is e for closed in self.unrolled for e in closed.jaxpr.eqns)
 
     def _unrolled(self, eqn: Any) -> Any | None:
-        """What is inlined instead of a scan that is a stencil."""
-        if eqn.primitive.name != "scan" or self.largest_carried == math.inf:
+        """What is inlined instead of a loop that is a stencil."""
+        if eqn.primitive.name not in LOOPS or self.largest_carried == math.inf:
             return None
         if self.is_unrolled(eqn):
             return None
 
         def make() -> Any | None:
-            body = self.inline(eqn.params["jaxpr"])
-            if not is_stencil(eqn, body, self.largest_carried, self.rules):
+            largest = self.largest_carried
+            if eqn.primitive.name == "scan":
+                body = self.inline(eqn.params["jaxpr"])
+            else:
+                first = eqn.params["cond_jaxpr"], eqn.params["cond_nconsts"]
+                body = self.inline(eqn.params["body_jaxpr"], Condition(*first))
+            if not is_stencil(eqn, body, largest, self.rules):
                 return None
-            made = several_at_once(eqn, len(body.equations), self.largest_carried)
+            if eqn.primitive.name == "scan":
+                made = several_at_once(eqn, len(body.equations), largest)
+            else:
+                made = several_on_trial(eqn, body, largest)
             if made is not None:
                 self.unrolled.append(made)
             return made

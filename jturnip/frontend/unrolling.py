@@ -1,9 +1,11 @@
-"""Scans whose iterations are stencils, several iterations in one.
+"""Loops whose iterations are stencils, several iterations in one.
 
 What an iteration carries on may not fit: then each reads all of it from host memory and
 writes all of it there. Windows that slide over it let several iterations be done for one
 part after the other (`tiles.py`), so that it moves once for all of these: temporal blocking
 (Wolf & Lam, PLDI 1991).
+
+A `while`, of which it is not known how often it runs, is in `whiles.py`.
 """
 
 from collections.abc import Sequence
@@ -16,7 +18,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from jturnip.frontend import costs, parts
 from jturnip.frontend.axes import Known, rules
-from jturnip.frontend.loops import scan_counts
+from jturnip.frontend.loops import LOOPS, loop_counts, scan_counts
 from jturnip.frontend.pieces import with_pieces
 from jturnip.frontend.results import live
 from jturnip.frontend.sliding import sliding_rules
@@ -38,21 +40,22 @@ _MOST_EQUATIONS = 600
 # would be room.
 _ROWS = 20
 # What is scanned and stacked takes this share of what is carried at most.
-_LITTLE = 1 / 8
+LITTLE = 1 / 8
 
 
 def carries_more(closed: Any, largest: float) -> bool:
-    """Whether a scan of a jaxpr carries more bytes than fit beside what they become."""
+    """Whether a loop of a jaxpr carries more bytes than fit beside what they become."""
     for eqn in getattr(closed, "jaxpr", closed).eqns:
-        if eqn.primitive.name == "scan" and 2 * _carried_bytes(eqn) > largest:
+        if eqn.primitive.name in LOOPS and 2 * carried_bytes(eqn) > largest:
             return True
         if any(carries_more(inner, largest) for inner in costs.nested(eqn)):
             return True
     return False
 
 
-def _carried_bytes(eqn: Any) -> int:
-    return _bytes_of(eqn.outvars[: scan_counts(eqn)[1]])
+def carried_bytes(eqn: Any) -> int:
+    """Bytes of what a loop carries."""
+    return _bytes_of(eqn.outvars[: loop_counts(eqn)[1]])
 
 
 def _bytes_of(variables: Sequence[Any]) -> int:
@@ -60,23 +63,23 @@ def _bytes_of(variables: Sequence[Any]) -> int:
 
 
 def is_stencil(eqn: Any, flat: FlatJaxpr, largest: float, known: Known) -> bool:
-    """Whether a scan carries more bytes than fit beside what they become, which windows
+    """Whether a loop carries more bytes than fit beside what they become, which windows
     slide over.
 
     Args:
-      eqn: the scan.
-      flat: its body, inlined.
+      eqn: the loop.
+      flat: its body, inlined; of a `while` with its condition.
       largest: what it carries, in and out, is large if it is more than so many bytes.
       known: the rules of equations; grows.
     """
-    consts, carries, _ = scan_counts(eqn)
-    carried = _carried_bytes(eqn)
+    consts, carries, _ = loop_counts(eqn)
+    carried = carried_bytes(eqn)
     passing = _bytes_of([*eqn.invars[consts + carries :], *eqn.outvars[carries:]])
-    if 2 * carried <= largest or passing > carried * _LITTLE or eqn.params["reverse"]:
+    if 2 * carried <= largest or passing > carried * LITTLE or eqn.params.get("reverse"):
         return False
     if not any(e.origin.effects for e in flat.equations):
         flat = live(flat)
-    return _is_one_chain(flat, int(carried * _LITTLE), known)
+    return _is_one_chain(flat, int(carried * LITTLE), known)
 
 
 def _is_one_chain(flat: FlatJaxpr, large: int, known: Known) -> bool:
@@ -118,9 +121,17 @@ def _each_time(length: int, most: int) -> int:
 def _most_by_borders(eqn: Any, largest: float) -> int:
     """How many iterations a tile may do at once, if windows reach one row farther in each,
     along the longest axis."""
-    carried = eqn.outvars[: scan_counts(eqn)[1]]
+    carried = eqn.outvars[: loop_counts(eqn)[1]]
     large = max((v.aval for v in carried), key=lambda aval: Type.of(aval).nbytes)
-    return int(max(large.shape) * largest / (_ROWS * _carried_bytes(eqn)))
+    return int(max(large.shape) * largest / (_ROWS * carried_bytes(eqn)))
+
+
+def most_at_once(eqn: Any, equations: int, largest: float) -> int:
+    """How many iterations may be one, of a body of so many equations."""
+    equations = max(1, equations)
+    few = min(_AT_ONCE, _MOST_EQUATIONS // equations)
+    more = min(_EQUATIONS // equations, _most_by_borders(eqn, largest))
+    return max(few, more)
 
 
 def several_at_once(eqn: Any, equations: int, largest: float) -> Any | None:
@@ -133,10 +144,7 @@ def several_at_once(eqn: Any, equations: int, largest: float) -> Any | None:
       largest: as for `is_stencil`.
     """
     length = eqn.params["length"]
-    equations = max(1, equations)
-    few = min(_AT_ONCE, _MOST_EQUATIONS // equations)
-    more = min(_EQUATIONS // equations, _most_by_borders(eqn, largest))
-    most = min(length, max(few, more))
+    most = min(length, most_at_once(eqn, equations, largest))
     if most < 2:
         return None
     count = _each_time(length, most)

@@ -189,6 +189,8 @@ def test_where_all_is_asked_or_something_is_said_a_loop_stays():
     step = STEPS["zeros around"]
     asks_all = lambda u: jax.lax.while_loop(lambda u: jnp.max(u) > 1, step, u)
     assert on_trial(loop_of("while", asks_all, field(9, 7))) is None
+    each = jax.vmap(so_often)  # as often as it needs
+    assert on_trial(loop_of("while", each, field(3, 9, 7), np.arange(3))) is None
 
     def says(u: Any, count: Any) -> Any:
         def speaking(k: Any, u: Any) -> Any:

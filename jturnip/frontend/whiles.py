@@ -37,7 +37,10 @@ def several_on_trial(eqn: Any, flat: FlatJaxpr, largest: float) -> Any | None:
       largest: as for `is_stencil`.
     """
     count, little = most_at_once(eqn, len(flat.equations), largest), _little(eqn)
-    if count < 2 or eqn.effects or _largest_read(eqn.params["cond_jaxpr"]) > little:
+    asked = eqn.params["cond_jaxpr"]
+    if count < 2 or eqn.effects or _largest_read(asked) > little:
+        return None
+    if asked.out_avals[0].shape:  # under `jax.vmap` each ends by itself
         return None
     ahead = _foreseen(eqn, flat)
     if ahead is None and compat.nans_are_looked_for():

@@ -189,6 +189,14 @@ def test_where_all_is_asked_or_something_is_said_a_loop_stays():
     step = STEPS["zeros around"]
     asks_all = lambda u: jax.lax.while_loop(lambda u: jnp.max(u) > 1, step, u)
     assert on_trial(loop_of("while", asks_all, field(9, 7))) is None
+
+    def waits(u: Any, count: Any) -> Any:
+        """Its iterations end while there are as many as it has."""
+        inner = lambda k: jax.lax.while_loop(lambda n: n != count, lambda n: n + 1, k)
+        return jax.lax.fori_loop(0, count, lambda k, u: step(u) + inner(k), u)
+
+    eqn = loop_of("while", waits, field(9, 7), 5)
+    assert on_trial(eqn) is None
     each = jax.vmap(so_often)  # as often as it needs
     assert on_trial(loop_of("while", each, field(3, 9, 7), np.arange(3))) is None
 

@@ -139,8 +139,7 @@ def cut_along_axes(
     flat = rows_as_blocks(repeated(flat, arena), arena)
     search = where, arena, rates, platform, known, effort, keep
     rest: list[Ways] = []
-    one_by_one = of_each_example(flat, where, arena, known)
-    for form in (flat,) if one_by_one is None else (flat, one_by_one):
+    for form in _together_and_apart(flat, where, arena, known):
         for ways in ways_in_tiles(form, where, arena, known):
             if ways.in_all:
                 yield ways
@@ -165,6 +164,16 @@ def cut_along_axes(
         yield ways
         yield from _in_some_ways(ways.cut[0], *search)
     yield from doubtful
+
+
+def _together_and_apart(
+    flat: FlatJaxpr, where: Where, arena: int, known: Known
+) -> Iterator[FlatJaxpr]:
+    """The function, and if it must be with one of several examples after the other."""
+    yield flat
+    apart = of_each_example(flat, where, arena, known)
+    if apart is not None:
+        yield apart
 
 
 def ways_in_tiles(

@@ -16,6 +16,7 @@ from jax import lax
 from jax.extend.core import Var, jaxpr_as_fun
 
 from jturnip import compat
+from jturnip.frontend.hints import anywhere
 from jturnip.frontend.loops import loop_counts
 from jturnip.frontend.results import live
 from jturnip.frontend.unrolling import LITTLE, carried_bytes, most_at_once
@@ -42,6 +43,9 @@ def several_on_trial(eqn: Any, flat: FlatJaxpr, largest: float) -> Any | None:
         return None
     if asked.out_avals[0].shape:  # under `jax.vmap` each ends by itself
         return None
+    is_while = lambda eqn: eqn.primitive.name == "while"
+    if any(anywhere(each, is_while) for each in eqn.params["body_jaxpr"].eqns):
+        return None  # which may not end after too many iterations
     ahead = _foreseen(eqn, flat)
     if ahead is None and compat.nans_are_looked_for():
         return None  # what comes of too many iterations may be no numbers

@@ -137,7 +137,8 @@ def surely_unrolled(
     if not carries_more(function.closed, setting.arena):
         if not _is_unrolled(function, setting) or _fits_whole(function, setting, to_host):
             return None
-    made = _unrolled(function, setting, to_host)
+    # What is looked at for it does not count where it is done one by one after all.
+    made = _unrolled(function, setting.otherwise(effort=Effort()), to_host)
     moves_much = isinstance(made, Straight) and not moves_little(made.plan, made.flat)
     return None if moves_much and not setting.how.any_plan else made
 

@@ -38,7 +38,6 @@ _OPERANDS = (
     jax.ShapeDtypeStruct((4, 32, 16, 8), jnp.float32),
     jax.ShapeDtypeStruct((3, 3, 8, 16), jnp.float32),
 )
-_RESULT = jax.ShapeDtypeStruct((4, 32, 16, 16), jnp.float32)
 
 
 def pooled(x: Any) -> Any:

@@ -75,9 +75,7 @@ def in_tiles(flat: FlatJaxpr, where: Where, arena: int, known: Known) -> Iterato
         for e in flat.equations
     ):
         return
-    with_writes = with_pieces(repeated(flat, arena), int(arena * _LARGE))
-    slid = sliding_rules(with_writes, rules(with_writes, parts.works, known))
-    stretches = Stretches(with_writes, slid)
+    stretches, slid = _stretches(flat, arena, known)
     seen: list[Any] = []
     for fused in (True, False):
         tiling = _Tiling(stretches, slid, where, arena, fused)
@@ -87,7 +85,7 @@ def in_tiles(flat: FlatJaxpr, where: Where, arena: int, known: Known) -> Iterato
         if (
             cuttings
             and how not in seen
-            and _equations(with_writes, cuttings) <= _MOST_EQUATIONS
+            and _equations(stretches.flat, cuttings) <= _MOST_EQUATIONS
         ):
             loops = max(tiles.stretch.loops for tiles in cuttings)
             made = with_cuttings(stretches, cuttings)
@@ -102,15 +100,23 @@ def of_each_example(
     after the other, if some of it does not fit for one; None where that is not so."""
     if not any(_has_examples(flat, e) for e in flat.equations):
         return None
-    with_writes = with_pieces(repeated(flat, arena), int(arena * _LARGE))
-    slid = sliding_rules(with_writes, rules(with_writes, parts.works, known))
-    stretches = Stretches(with_writes, slid)
+    stretches, slid = _stretches(flat, arena, known)
     tiling = _Tiling(stretches, slid, where, arena, fused=True)
     tiling.cut_examples()
     cuttings = one_after_the_other(stretches, tiling.cuttings)
-    if not cuttings or _equations(with_writes, cuttings) > _MOST_EQUATIONS:
+    if not cuttings or _equations(stretches.flat, cuttings) > _MOST_EQUATIONS:
         return None
     return with_cuttings(stretches, cuttings)
+
+
+def _stretches(
+    flat: FlatJaxpr, arena: int, known: Known
+) -> tuple[Stretches, list[Rule | None]]:
+    """What finds the stretches of a function over which windows may slide, and the rules
+    of its equations; with what is large written otherwise, so that they do."""
+    flat = with_pieces(repeated(flat, arena), int(arena * _LARGE))
+    slid = sliding_rules(flat, rules(flat, parts.works, known))
+    return Stretches(flat, slid), slid
 
 
 def _has_examples(flat: FlatJaxpr, e: Equation) -> bool:
@@ -193,7 +199,8 @@ class _Tiling:
             if stretch is None or not self._taken.isdisjoint(stretch.equations):
                 continue
             self._taken.update(stretch.equations)
-            if any(self._held(i) > stretch.length * self._arena for i in stretch.working):
+            most = stretch.length * self._arena
+            if any(self._held(each) > most for each in stretch.working):
                 axes = axes_of(flat, self._slid, stretch)
                 self.cuttings.append(self._so_many(stretch, axes, stretch.length))
 

@@ -134,6 +134,11 @@ def most_at_once(eqn: Any, equations: int, largest: float) -> int:
     return max(few, more)
 
 
+def written_down(results: Sequence[Any]) -> tuple[Any, ...]:
+    """What an iteration gives: XLA would compute it anew for each that reads it."""
+    return tuple(map(lax.optimization_barrier, results))
+
+
 def several_at_once(eqn: Any, equations: int, largest: float) -> Any | None:
     """A scan that is a stencil with several iterations in one, as a jaxpr of what it reads;
     None where it is too short or too large.
@@ -157,8 +162,7 @@ def several_at_once(eqn: Any, equations: int, largest: float) -> Any | None:
         stacked = []
         for at in range(count):
             results = body(*fixed, *carried, *(x[at] for x in rows))
-            # XLA would compute it anew for each that reads it.
-            carried = tuple(map(lax.optimization_barrier, results[:carries]))
+            carried = written_down(results[:carries])
             stacked.append(results[carries:])
         return carried, [jnp.stack(each) for each in zip(*stacked, strict=True)]
 

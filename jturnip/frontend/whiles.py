@@ -13,13 +13,14 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Var, jaxpr_as_fun
+from jax.extend.core import jaxpr_as_fun
 
 from jturnip import compat
 from jturnip.frontend.hints import anywhere
+from jturnip.frontend.inline import pruned_arguments
 from jturnip.frontend.loops import loop_counts
 from jturnip.frontend.results import live
-from jturnip.frontend.unrolling import LITTLE, carried_bytes, most_at_once
+from jturnip.frontend.unrolling import LITTLE, carried_bytes, most_at_once, written_down
 from jturnip.frontend.values import FlatJaxpr, Type, carry_out, touched
 
 
@@ -52,7 +53,7 @@ def several_on_trial(eqn: Any, flat: FlatJaxpr, largest: float) -> Any | None:
 
     def function(*operands: Any) -> _State:
         consts, _, _ = loop_counts(eqn)
-        loop = _Several(eqn, flat, count, operands[:consts])
+        loop = _Several(eqn, count, operands[:consts])
         return loop.result(operands[consts:], ahead)
 
     structs = [Type.of(v.aval).struct() for v in eqn.invars]
@@ -65,7 +66,6 @@ class _Several:
     """A loop of which so many iterations are one."""
 
     eqn: Any
-    flat: FlatJaxpr
     count: int
     # What its condition and its body read beside what it carries.
     fixed: Sequence[Any]
@@ -95,9 +95,7 @@ class _Several:
         """What one gives."""
         params = self.eqn.params
         read = self.fixed[params["cond_nconsts"] :]
-        results = jaxpr_as_fun(params["body_jaxpr"])(*read, *state)
-        # XLA would compute it anew for each that reads it.
-        return tuple(map(lax.optimization_barrier, results))
+        return written_down(jaxpr_as_fun(params["body_jaxpr"])(*read, *state))
 
     def several(self, state: _State) -> tuple[_State, list[Any]]:
         """What several give, and whether the loop goes on after each."""
@@ -185,7 +183,7 @@ def _little(eqn: Any) -> float:
 
 
 def _largest_read(closed: Any) -> int:
-    """Bytes of the largest argument that some equation of a jaxpr reads."""
-    variables = {v for eqn in closed.jaxpr.eqns for v in eqn.invars if isinstance(v, Var)}
-    read = variables.intersection(closed.jaxpr.invars)
-    return max((Type.of(v.aval).nbytes for v in read), default=0)
+    """Bytes of the largest argument that a jaxpr reads."""
+    ignored = pruned_arguments(closed)
+    sizes = [Type.of(aval).nbytes for aval in closed.in_avals]
+    return max((n for i, n in enumerate(sizes) if i not in ignored), default=0)

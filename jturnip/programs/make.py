@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from jturnip.errors import DoesNotFit, HostMemoryError, PlanningError
 from jturnip.frontend.blocks import has_loops_with_axes, large_for
@@ -117,7 +117,9 @@ def or_unrolled(
         return made
     if isinstance(made, Straight) and moves_little(made.plan, made.flat):
         return made
-    if not carries_more(function.closed, setting.arena * _OF_STENCILS):
+    loops = _unrolled_loops(function, setting)
+    # What a `while` takes cannot be predicted: nobody knows how often it runs.
+    if not loops or any(e.primitive.name == "while" for each in loops for e in each.eqns):
         return or_in_tiles(made, function, setting, to_host)
     other = _unrolled(function, setting, to_host)
     return made if other is None else min(made, other, key=expected_seconds)
@@ -132,22 +134,24 @@ def surely_unrolled(
     or another may be faster."""
     if not setting.how.is_free or not setting.how.axes:
         return None
-    if not carries_more(function.closed, setting.arena * _OF_STENCILS):
+    if not _unrolled_loops(function, setting):
         return None
-    if not carries_more(function.closed, setting.arena):
-        if not _is_unrolled(function, setting) or _fits_whole(function, setting, to_host):
-            return None
+    fits = not carries_more(function.closed, setting.arena)
+    if fits and _fits_whole(function, setting, to_host):
+        return None
     # What is looked at for it does not count where it is done one by one after all.
     made = _unrolled(function, setting.otherwise(effort=Effort()), to_host)
     moves_much = isinstance(made, Straight) and not moves_little(made.plan, made.flat)
     return None if moves_much and not setting.how.any_plan else made
 
 
-def _is_unrolled(function: Function, setting: Setting) -> bool:
-    """Whether several iterations of a loop are one where a function is cut."""
+def _unrolled_loops(function: Function, setting: Setting) -> list[Any]:
+    """The jaxprs in which several iterations of a loop are one where a function is cut."""
+    if not carries_more(function.closed, setting.arena * _OF_STENCILS):
+        return []
     seen = setting.seen(**_large(setting))
     function.flat(seen)
-    return bool(seen.unrolled)
+    return seen.unrolled
 
 
 def _fits_whole(function: Function, setting: Setting, to_host: frozenset[int]) -> bool:
@@ -178,11 +182,10 @@ def _bodies_in_blocks(
 def _unrolled(
     function: Function, setting: Setting, to_host: frozenset[int]
 ) -> Program | None:
-    """A program in which several iterations of a loop are one, if one is a stencil, and the
+    """A program in which several iterations of a loop that is a stencil are one, if the
     host has room for what such a program moves."""
-    if _is_unrolled(function, setting):
-        with contextlib.suppress(HostMemoryError):
-            return _first_that_fits(_tries(function, setting), setting, to_host, [])
+    with contextlib.suppress(HostMemoryError):
+        return _first_that_fits(_tries(function, setting), setting, to_host, [])
     return None
 
 

@@ -13,7 +13,8 @@ from benchmarks.measure import Figure, Section
 from jturnip.graph.taskgraph import Place, Task, TaskGraph
 from jturnip.models import llama, pair
 from jturnip.planner import orders
-from jturnip.programs.fastest import Found, fastest
+from jturnip.programs.fastest import fastest
+from jturnip.programs.found import Found
 from jturnip.runtime.schedule import Link, schedule
 from jturnip.runtime.simulated import simulate
 

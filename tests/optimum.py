@@ -20,7 +20,8 @@ from jturnip.planner.bound import least_seconds
 from jturnip.planner.planner import plan, smallest_budget
 from jturnip.planner.strategies import STRATEGIES
 from jturnip.planner.verify import verify
-from jturnip.programs.fastest import Found, fastest
+from jturnip.programs.fastest import fastest
+from jturnip.programs.found import Found, Given
 from jturnip.programs.searching import better_order
 from jturnip.runtime.schedule import Link, schedule
 from jturnip.runtime.simulated import simulate
@@ -142,7 +143,7 @@ def planned(graph: TaskGraph, budget: int) -> Found:
     """A graph as `auto` plans it."""
     found = fastest(graph, budget, LINK)
     strategy, allowed = found.strategy, lambda found: True
-    return better_order(found.graph, budget, strategy, LINK, allowed) or found
+    return better_order(Given(found.graph, budget, LINK), strategy, allowed) or found
 
 
 def compared(kind: str, seed: int, seconds: float = 20.0, workers: int = 2) -> Row:
@@ -167,7 +168,7 @@ def compared(kind: str, seed: int, seconds: float = 20.0, workers: int = 2) -> R
     )
     every = [*plans, found.memgraph]
     moved = min(sum(figures.moved_bytes(graph, p)) for p in every)
-    most = int(min(found.run.seconds, in_order))
+    most = int(min(found.taken.seconds, in_order))
     try:
         shortest = exact.shortest_time(graph, budget, UNIT, most, seconds, workers)
         fewest = exact.fewest_bytes(graph, budget, moved, seconds, workers)
@@ -178,7 +179,7 @@ def compared(kind: str, seed: int, seconds: float = 20.0, workers: int = 2) -> R
     bound = least_seconds(graph, budget, UNIT, UNIT)
     assert bound <= shortest.found * (1 + 1e-9), f"{kind} {seed}: the bound is no bound"
     assert fewest.least <= moved, f"{kind} {seed}: a plan moves less than possible"
-    return Row(found.run.seconds, in_order, shortest, bound, moved, fewest)
+    return Row(found.taken.seconds, in_order, shortest, bound, moved, fewest)
 
 
 _HEAD = """# How far plans are from the best there is

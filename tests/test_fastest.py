@@ -19,7 +19,8 @@ from jturnip.planner.planner import smallest_budget
 from jturnip.planner.strategies import STRATEGIES
 from jturnip.planner.verify import verify
 from jturnip.programs import fastest as module
-from jturnip.programs.fastest import CLEARLY, fastest, host_peak_bytes, plan_by
+from jturnip.programs.fastest import CLEARLY, fastest, plan_by
+from jturnip.programs.found import Given
 from jturnip.programs.searching import better_order
 from jturnip.runtime.schedule import Link
 
@@ -36,7 +37,7 @@ def test_no_strategy_by_name_is_clearly_faster_than_auto(
     taken = fastest(graph, budget, link)
     verify(taken.graph, taken.memgraph)
     for name in module.PROMISING:
-        assert CLEARLY * taken.seconds <= plan_by(graph, budget, name, link).seconds
+        assert CLEARLY * taken.seconds <= plan_by(Given(graph, budget, link), name).seconds
     assert fastest(graph, budget, link).memgraph == taken.memgraph
 
 
@@ -67,7 +68,7 @@ def test_where_one_is_clearly_the_fastest_auto_takes_it(
     found = fastest(graph, budget, link)
     assert found.strategy == name
     for other in set(module.PROMISING) - {"tensile", "superpipeline"}:
-        assert found.seconds < CLEARLY * plan_by(graph, budget, other, link).seconds
+        assert found.seconds < CLEARLY * plan_by(Given(graph, budget, link), other).seconds
 
 
 def test_superpipeline_takes_the_fastest_of_its_partitions():
@@ -76,18 +77,19 @@ def test_superpipeline_takes_the_fastest_of_its_partitions():
     for layers, share in itertools.product((6, 12), (2, 8)):
         graph, link = training(layers, (4,)), Link(2048.0, 2048.0)
         budget = max(sum(b.nbytes for b in graph.buffers) // share, smallest_budget(graph))
-        found = plan_by(graph, budget, "superpipeline", link)
-        each = [plan_by(graph, budget, way, link) for way in ways]
+        given = Given(graph, budget, link)
+        found = plan_by(given, "superpipeline")
+        each = [plan_by(given, way) for way in ways]
         assert found.seconds == min(made.seconds for made in each)
         assert found.strategy == "superpipeline"
         chosen.add(ways.index(found.way))
         # A search stays with it.
-        better = better_order(graph, budget, "superpipeline", link, lambda found: True)
+        better = better_order(given, "superpipeline", lambda found: True)
         assert better is None or better.way == found.way
         # What the host can hold comes before what is fast.
-        least = min(map(host_peak_bytes, each))
-        held = plan_by(graph, budget, "superpipeline", link, host_bytes=least)
-        assert host_peak_bytes(held) == least
+        least = min(made.taken.host_peak_bytes for made in each)
+        held = plan_by(given, "superpipeline", host_bytes=least)
+        assert held.taken.host_peak_bytes == least
     assert len(chosen) > 1
 
 
@@ -97,13 +99,13 @@ def test_of_many_tasks_what_takes_several_plans_is_left_out(
     graph, link = training(12, (4,)), Link(2048.0, 2048.0)
     tried = []
     monkeypatch.setattr(
-        module, "plan_by", lambda *args: tried.append(args[2]) or plan_by(*args)
+        module, "plan_by", lambda *args: tried.append(args[1]) or plan_by(*args)
     )
     budget = sum(b.nbytes for b in graph.buffers) // 4
     fastest(graph, budget, link)
     assert "superpipeline" in tried
     tried.clear()
-    monkeypatch.setattr(module, "MANY_TO_REORDER", 10)
+    monkeypatch.setattr(module, "are_many", lambda given: True)
     fastest(graph, budget, link)
     assert "superpipeline" not in tried
     assert "tensile" in tried

@@ -129,7 +129,7 @@ def test_an_order_that_the_host_has_no_memory_for_is_not_taken():
     limited = fastest(graph, budget, link, host_bytes=away(found) - 1)
     assert limited.order == ""
     assert away(limited) < away(found)
-    assert limited.run.seconds > found.run.seconds
+    assert limited.taken.seconds > found.taken.seconds
     # Where no plan keeps to it, there is one to speak of.
     assert fastest(graph, budget, link, host_bytes=-1).order == ""
 

@@ -15,6 +15,7 @@
 #include "completion_queue.h"
 #include "mark_ffi.h"
 #include "mark_slots.h"
+#include "plan_bindings.h"
 
 namespace nb = nanobind;
 
@@ -106,7 +107,7 @@ nb::capsule Handler(XLA_FFI_Handler* handler) {
 
 NB_MODULE(_native, m) {
   nb::set_leak_warnings(false);  // a queue may well live until the process ends
-  m.doc() = "Completion marks and the queue they wake.";
+  m.doc() = "Completion marks, the queue they wake, and what plans take.";
   nb::class_<PyQueue>(m, "CompletionQueue")
       .def(nb::init<>())
       .def_prop_ro("has_marks", [](const PyQueue&) { return true; })
@@ -119,6 +120,7 @@ NB_MODULE(_native, m) {
       .def("close_slot", &PyQueue::CloseSlot, nb::arg("slot"));
   m.def("mark_cpu", [] { return Handler(&JturnipMarkCpu); });
   m.def("mark_cuda", [] { return Handler(&JturnipMarkCuda); });
+  BindPlans(m);
   // The FFI version of the headers this was compiled with.
   m.def("api_version",
         [] { return nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR); });

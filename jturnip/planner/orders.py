@@ -141,8 +141,12 @@ class _Scheduler:
         while ready:
             at = 0
             if len(ready) > 1:
-                scores = [self._score(t, score) for t in ready[:_LOOKED_AT]]
-                at = min(range(len(scores)), key=scores.__getitem__)
+                known, looked_at = self._scores, ready[:_LOOKED_AT]
+                for t in looked_at:
+                    if t not in known:
+                        known[t] = score(self._growth(t))
+                scores = [known[t] for t in looked_at]
+                at = scores.index(min(scores))
             t = TaskId(ready.pop(at))
             chosen.append(t)
             self._run(self._graph.tasks[t])
@@ -151,11 +155,6 @@ class _Scheduler:
                 if not waits[follower]:
                     bisect.insort(ready, follower)
         return tuple(chosen)
-
-    def _score(self, t: int, score: Callable[[Growth], int]) -> int:
-        if t not in self._scores:
-            self._scores[t] = score(self._growth(t))
-        return self._scores[t]
 
     def _changed(self, b: BufferId) -> None:
         """Forgets the scores of what reads a buffer that came or left, or that only one

@@ -56,17 +56,18 @@ def of_resident(
     """Partitions whose distinct buffers fill at most one of `resident` equal shares of the
     budget."""
     share = gpu_bytes // resident
+    sizes = [padded(b.nbytes) for b in graph.buffers]
     partitions: list[int] = []
     firsts: list[int] = []
     held: set[int] = set()
     filled = 0
     for task in graph.tasks:
         touched = task.inputs + task.outputs
-        new = sum(padded(graph.buffers[b].nbytes) for b in touched if b not in held)
+        new = sum([sizes[b] for b in touched if b not in held])
         if not firsts or (held and filled + new + task.workspace > share):
             firsts.append(task.id)
             held, filled = set(), 0
-            new = sum(padded(graph.buffers[b].nbytes) for b in touched)
+            new = sum([sizes[b] for b in touched])
         held.update(touched)
         filled += new
         partitions.append(len(firsts) - 1)
@@ -98,7 +99,7 @@ def returned_after_use(graph: TaskGraph, window: Window) -> Transfers:
     for task in graph.tasks:
         for b in task.inputs:
             readers[b].pop()
-        touched.update(dict.fromkeys(task.inputs + task.outputs))
+        touched |= dict.fromkeys(task.inputs + task.outputs)
         if window.ends(task.id):
             let_go(task.id + 1)
     return Transfers(leave)

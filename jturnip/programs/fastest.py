@@ -1,25 +1,19 @@
 """The fastest plan of some tasks, of those that are promising, as the simulator says."""
 
-import functools
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
 
-from jturnip.graph.memgraph import MemGraph
-from jturnip.graph.report import RunReport
 from jturnip.graph.taskgraph import TaskGraph
-from jturnip.planner import figures, orders, recomputing
-from jturnip.planner.bound import busy_seconds, least_seconds
-from jturnip.planner.planner import plan as make_memgraph
-from jturnip.planner.rates import Rates
+from jturnip.planner import orders, recomputing
+from jturnip.planner.bound import busy_seconds
 from jturnip.planner.strategies import STRATEGIES, Strategy
-from jturnip.runtime.schedule import Link, Schedule, schedule
-from jturnip.runtime.simulated import simulate
+from jturnip.programs.found import Found, Given
+from jturnip.runtime.schedule import Link
 
 
 # What `auto` plans and simulates, in the order of the program and in others. Planning many
 # tasks takes seconds: beyond some number only in the program's order and what takes one
-# plan each, and then only the first strategy.
+# plan each (without the planner's twin), and then only the first strategy.
 PROMISING = (
     "ours",
     "tensile",
@@ -31,7 +25,7 @@ PROMISING = (
 )
 _PROMISING_REORDERED = ("ours", "ahead")
 _MANY_TASKS = 20_000
-MANY_TO_REORDER = 5_000
+_MANY_WITHOUT_TWIN = 5_000
 # What is computed again changes what is moved: so often that is looked at.
 _ROUNDS = 3
 
@@ -49,48 +43,6 @@ CLEARLY = 0.97
 _FEW_TASKS = 32
 _FIRST_WAYS = 2
 _HOPELESS = 1.25
-
-
-@dataclass(frozen=True)
-class Found:
-    """A plan by one strategy in one order."""
-
-    # Tasks of the graph as it was given, in the order in which they run, some perhaps
-    # again; the name of that order; and the graph in it.
-    tasks: Sequence[int]
-    order: str
-    graph: TaskGraph
-    memgraph: MemGraph
-    schedule: Schedule
-    # With the numbers that were chosen.
-    way: Strategy
-    link: Link
-
-    @property
-    def strategy(self) -> str:
-        """By name."""
-        return self.way.name
-
-    @functools.cached_property
-    def run(self) -> RunReport:
-        """As the simulator predicts it if copies took nothing from the computing."""
-        return simulate(self.schedule, self.strategy, self.link.harmless)
-
-    @functools.cached_property
-    def seconds(self) -> float:
-        """By which plans are compared: what copies take makes all of it slower alike.
-
-        Taken from the tasks beside each copy, it hides which plan keeps the link busy:
-        where it makes computing the limit, all plans of the same bytes are equal.
-        """
-        lost = sum(map(self.link.lost_seconds, filter(None, self.schedule.moves)))
-        return self.run.seconds * (1 + lost / max(self.run.compute_seconds, lost, 1e-9))
-
-    def predicted(self) -> RunReport:
-        """As the simulator predicts it, copies taking from the tasks beside them."""
-        if self.link == self.link.harmless:
-            return self.run
-        return simulate(self.schedule, self.strategy, self.link)
 
 
 def fastest(
@@ -111,16 +63,14 @@ def fastest(
       host_bytes: what may leave the device at once; where no plan keeps to that, the first
         is returned.
     """
+    given = Given(graph, arena, link)
     if len(graph.tasks) > _MANY_TASKS:
-        return plan_by(graph, arena, PROMISING[0], link)
-    rates = link.h2d_bytes_per_second, link.d2h_bytes_per_second
-    # What plans that run each task once take at least, and all plans.
-    once, least = least_seconds(graph, arena, *rates), busy_seconds(graph, *rates)
-    held = lambda found: host_peak_bytes(found) <= host_bytes
+        return plan_by(given, PROMISING[0])
+    held = lambda found: found.taken.host_peak_bytes <= host_bytes
     first: Found | None = None
     best: Found | None = None
     of_order: dict[str, float] = {}
-    for tasks, order, strategy in _promising(graph, arena):
+    for tasks, order, strategy in _promising(given):
         enough = math.inf
         if len(graph.tasks) > _FEW_TASKS and best is not None:
             if strategy == "fixed_order" and best.strategy != "turnip":
@@ -128,38 +78,45 @@ def fastest(
             if order and order in of_order and of_order[order] >= of_order[""]:
                 continue
             enough = _HOPELESS * best.seconds
-        found = plan_by(graph, arena, strategy, link, tasks, order, host_bytes, enough)
+        found = plan_by(given, strategy, tasks, order, host_bytes, enough)
         first = first or found
         of_order.setdefault(order, found.seconds)
         if not held(found):
             continue
         if best is None or found.seconds < CLEARLY * best.seconds:
             best = found
-        if CLEARLY * best.run.seconds <= once:
+        if CLEARLY * best.taken.seconds <= given.least_seconds:
             break  # nothing that runs each task once could be clearly faster
-    if best is not None and CLEARLY * best.run.seconds <= least:
+    least = busy_seconds(graph, given.rates.h2d, given.rates.d2h)
+    if best is not None and CLEARLY * best.taken.seconds <= least:
         return best
     before = best or first
     assert before is not None
-    if len(graph.tasks) <= MANY_TO_REORDER:
-        again = _computing_again(graph, before, arena, link, may_repeat, held)
+    if not are_many(given):
+        again = _computing_again(given, before, may_repeat, held)
         if best is None or again.seconds < CLEARLY * best.seconds:
             return again
     return before
 
 
-def _promising(graph: TaskGraph, arena: int) -> Iterator[tuple[Sequence[int], str, str]]:
+def are_many(given: Given) -> bool:
+    """Whether there are too many tasks to look at other orders of them."""
+    most = _MANY_WITHOUT_TWIN if given.twin is None else _MANY_TASKS
+    return len(given.graph.tasks) > most
+
+
+def _promising(given: Given) -> Iterator[tuple[Sequence[int], str, str]]:
     """Orders of the tasks, each with its name and a strategy to try in it."""
-    program = tuple(range(len(graph.tasks)))
-    are_many = len(graph.tasks) > MANY_TO_REORDER
+    program = tuple(range(len(given.graph.tasks)))
+    many = are_many(given)
     for strategy in PROMISING:
-        if not (are_many and STRATEGIES[strategy].variants):
+        if not (many and STRATEGIES[strategy].variants):
             yield program, "", strategy
-    if are_many:
+    if many:
         return
     known = [program]
     for name in orders.ORDERS:
-        tasks = orders.order(graph, arena, name)
+        tasks = orders.order(given.graph, given.arena, name)
         if tasks not in known:
             known.append(tasks)
             for strategy in _PROMISING_REORDERED:
@@ -167,30 +124,27 @@ def _promising(graph: TaskGraph, arena: int) -> Iterator[tuple[Sequence[int], st
 
 
 def _computing_again(
-    graph: TaskGraph,
+    given: Given,
     found: Found,
-    arena: int,
-    link: Link,
     may_repeat: Collection[int],
     held: Callable[[Found], bool],
 ) -> Found:
     """A plan in which some tasks run again: where that is faster, or where only then the
     host can hold what is moved. Their operands live longer, and may have to be moved now:
     so what was found is looked at again."""
-    rates = _rates(link)
     # Where the host does not hold what is moved now, any saving may do.
     least = (1 - CLEARLY) * found.seconds if held(found) else 0.0
     for _ in range(_ROUNDS):
         before = found
         may = {at for at, t in enumerate(before.tasks) if t in may_repeat}
         graphs = before.graph, before.memgraph
-        for longer in recomputing.repeating(*graphs, before.tasks, rates, may, least):
+        for longer in recomputing.repeating(*graphs, before.tasks, given.rates, may, least):
             tasks = tuple(before.tasks[t] for t in longer)
-            made = plan_by(graph, arena, before.way, link, tasks, before.order)
+            made = plan_by(given, before.way, tasks, before.order)
             if held(found):
                 is_better = held(made) and made.seconds < found.seconds
             else:  # less on the host, until it holds that
-                is_better = host_peak_bytes(made) < host_peak_bytes(found)
+                is_better = made.taken.host_peak_bytes < found.taken.host_peak_bytes
             if is_better:
                 found = made
         if found is before:
@@ -199,10 +153,8 @@ def _computing_again(
 
 
 def plan_by(
-    graph: TaskGraph,
-    arena: int,
+    given: Given,
     strategy: str | Strategy,
-    link: Link,
     tasks: Sequence[int] | None = None,
     order: str = "",
     host_bytes: float = math.inf,
@@ -211,31 +163,23 @@ def plan_by(
     """A plan by one strategy; in the order in which tasks stand, if not in another. Of one
     by name, with the numbers that the simulator finds fastest, of those with which the
     host can hold what leaves the device; of the first of these only, where they all take
-    more than `enough` seconds."""
-    tasks = range(len(graph.tasks)) if tasks is None else tasks
-    graph = orders.reordered(graph, tasks)
+    more than `enough` seconds.
+
+    Raises:
+      DoesNotFit: where one task, or the arrays the caller keeps, need more.
+    """
+    in_order = range(len(given.graph.tasks)) if tasks is None else tasks
 
     def found(way: Strategy) -> Found:
-        memgraph = make_memgraph(graph, arena, way, _rates(link))
-        ready = schedule(graph, memgraph, link)
-        return Found(tasks, order, graph, memgraph, ready, way, link)
+        return Found(given, in_order, order, way)
 
     if isinstance(strategy, Strategy):
         return found(strategy)
     ways = STRATEGIES[strategy], *STRATEGIES[strategy].variants
     if len(ways) == 1:
         return found(ways[0])
-    fits = lambda made: host_peak_bytes(made) <= host_bytes
+    fits = lambda made: made.taken.host_peak_bytes <= host_bytes
     made = list(map(found, ways[:_FIRST_WAYS]))
     if min(m.seconds for m in made) <= enough:
         made += map(found, ways[_FIRST_WAYS:])
     return min(made, key=lambda made: (not fits(made), made.seconds))
-
-
-def _rates(link: Link) -> Rates:
-    return Rates(link.h2d_bytes_per_second, link.d2h_bytes_per_second, link.latency_seconds)
-
-
-def host_peak_bytes(found: Found) -> int:
-    """Bytes of host memory that hold what left the device, at most at once."""
-    return figures.host_peak_bytes(found.graph, found.memgraph)

@@ -17,18 +17,11 @@ from jturnip.graph.plan import Plan
 from jturnip.graph.taskgraph import Task, TaskGraph
 from jturnip.placement import Budget, Whose
 from jturnip.planner import figures, orders
-from jturnip.planner.bound import least_seconds
 from jturnip.planner.planner import smallest_budget
 from jturnip.planner.verify import verify
 from jturnip.programs.devices import link_of
-from jturnip.programs.fastest import (
-    MANY_TO_REORDER,
-    PROMISING,
-    Found,
-    fastest,
-    host_peak_bytes,
-    plan_by,
-)
+from jturnip.programs.fastest import PROMISING, are_many, fastest, plan_by
+from jturnip.programs.found import Found, Given
 from jturnip.programs.places import argument_bytes
 from jturnip.programs.records import Split, Straight
 from jturnip.programs.searching import better_order
@@ -93,15 +86,16 @@ def searched(made: Straight, budget: Budget, how: How) -> Straight:
     split, before = made.split, made.plan
     if how.strategy != "auto" or how.any_plan or how.finest:
         return made
-    if len(split.graph.tasks) > MANY_TO_REORDER:
-        return made
     device = split.arguments.device
     link = link_of(device, how.link)
     arena = placement.arena_bytes(budget.room, device.platform)
     host_bytes = _host_room(split)[0] if how.accelerator is None else math.inf
+    given = Given(split.graph, arena, link)
+    if are_many(given):
+        return made
     with _without_cycle_collection():
-        allowed = lambda found: host_peak_bytes(found) <= host_bytes
-        found = better_order(split.graph, arena, before.strategy, link, allowed)
+        allowed = lambda found: found.taken.host_peak_bytes <= host_bytes
+        found = better_order(given, before.strategy, allowed)
         if found is None:
             return made
         plan = _plan_of(found, budget.room, device.platform)
@@ -137,7 +131,8 @@ def make_plan(
             may_repeat = _may_repeat(candidate)
             found = fastest(candidate.graph, arena, link, may_repeat, host_bytes)
         else:
-            found = plan_by(candidate.graph, arena, strategy, link, host_bytes=host_bytes)
+            given = Given(candidate.graph, arena, link)
+            found = plan_by(given, strategy, host_bytes=host_bytes)
         plan = _plan_of(found, gpu_bytes, device.platform)
     if plan.host_bytes > host_bytes:
         raise HostMemoryError(
@@ -152,7 +147,7 @@ def _plan_of(found: Found, gpu_bytes: int, platform: str) -> Plan:
     """What was found, verified."""
     peak = verify(found.graph, found.memgraph)
     plan = _figures(found, gpu_bytes, peak)
-    others = _OtherBudgets(found.graph, found.strategy, found.link, platform)
+    others = _OtherBudgets(found.graph, found.strategy, found.given.link, platform)
     return dataclasses.replace(plan, others=others)
 
 
@@ -217,23 +212,23 @@ class _OtherBudgets:
     def seconds_in(self, gpu_bytes: int) -> float:
         arena = placement.arena_bytes(gpu_bytes, self.platform)
         with _without_cycle_collection():
-            return plan_by(self.graph, arena, self.strategy, self.link).predicted().seconds
+            given = Given(self.graph, arena, self.link)
+            return plan_by(given, self.strategy).predicted().seconds
 
 
 def _figures(found: Found, gpu_bytes: int, peak_bytes: int) -> Plan:
-    graph, memgraph, link = found.graph, found.memgraph, found.link
+    graph, memgraph, rates = found.graph, found.memgraph, found.given.rates
     run = found.predicted()
     h2d, d2h = figures.moved_bytes(graph, memgraph)
-    rates = link.h2d_bytes_per_second, link.d2h_bytes_per_second
-    least = least_seconds(graph, memgraph.gpu_bytes, *rates)
+    least = max(found.least_seconds(), h2d / rates.h2d, d2h / rates.d2h)
     # The simulator adds the same numbers in another order.
-    bound = min(run.seconds, max(least, h2d / rates[0], d2h / rates[1]))
+    bound = min(run.seconds, least)
     return Plan(
         gpu_bytes=gpu_bytes,
         peak_bytes=peak_bytes,
         h2d_bytes=h2d,
         d2h_bytes=d2h,
-        host_bytes=host_peak_bytes(found),
+        host_bytes=figures.host_peak_bytes(graph, memgraph),
         predicted_seconds=run.seconds,
         predicted_run=run,
         lower_bound_seconds=bound,

@@ -12,46 +12,41 @@ from collections.abc import Callable, Sequence
 
 from jturnip.graph.taskgraph import TaskGraph
 from jturnip.planner import orders
-from jturnip.planner.bound import least_seconds
-from jturnip.programs.fastest import Found, plan_by
-from jturnip.runtime.schedule import Link
+from jturnip.programs.fastest import plan_by
+from jturnip.programs.found import Found, Given
 
 
-# As many changes are tried as take about so many times what a call is predicted to take, by
-# what it takes to plan and simulate one task (a guess); none where these are too few, also
-# for so many tasks, and no more than are of use: of few tasks, each of which is planned
-# at once, as many as plan so many tasks in all.
+# As many changes are tried as take about so many times what a call is predicted to take;
+# none where these are too few, also for so many tasks, and no more than are of use: of few
+# tasks, each of which is planned at once, as many as plan so many tasks in all.
 _CALLS = 3
-_SECONDS_A_TASK = 160e-6
-_FEWEST, _MOST = 5, 200
-_MOST_TASKS = 4800
+_FEWEST, _MOST = 5, 1000
+_MOST_TASKS = 24_000
 _TASKS_A_CHANGE = 50
+# What it takes to plan and simulate one task (guesses): by the planner, by its twin, and by
+# that where the strategy looks at the graph first.
+_BY_PLANNER, _BY_TWIN, _LOOKING = 160e-6, 4e-6, 30e-6
 # What is found must take less than this share of the time before.
 _WORTH = 0.99
 
 
 def better_order(
-    graph: TaskGraph,
-    arena: int,
+    given: Given,
     strategy: str,
-    link: Link,
     allowed: Callable[[Found], bool],
 ) -> Found | None:
     """A plan in another order that is predicted to be clearly faster, if one is found.
 
     Args:
-      graph: its tasks stand in the order to begin with.
-      arena: device bytes.
+      given: its tasks stand in the order to begin with.
       strategy: of all the plans.
-      link: what the transfer engines are expected to do.
       allowed: whether a plan may be taken.
     """
-    best = begin = plan_by(graph, arena, strategy, link)
-    rates = link.h2d_bytes_per_second, link.d2h_bytes_per_second
-    least = least_seconds(graph, arena, *rates)
+    graph = given.graph
+    best = begin = plan_by(given, strategy)
     count = max(1, len(graph.tasks))
     most = max(_MOST, _MOST_TASKS // count)
-    tries = min(most, int(_CALLS * begin.run.seconds / (_SECONDS_A_TASK * count)))
+    tries = min(most, int(_CALLS * begin.taken.seconds / _seconds_a_try(begin)))
     if tries < max(_FEWEST, count // _TASKS_A_CHANGE):
         return None
     places, at_random = _Places(graph), random.Random(0)
@@ -61,15 +56,23 @@ def better_order(
         for task in graph.tasks
     ]
     for t in at_random.choices(range(len(graph.tasks)), weights, k=tries):
-        if _WORTH * best.run.seconds <= least:
+        if _WORTH * best.taken.seconds <= given.least_seconds:
             break
         tasks = places.moved(best.tasks, t, at_random)
         if tasks is None:
             continue
-        found = plan_by(graph, arena, best.way, link, tasks, "search")
+        found = plan_by(given, best.way, tasks, "search")
         if found.seconds <= best.seconds and allowed(found):
             best = found
     return best if best.seconds < _WORTH * begin.seconds else None
+
+
+def _seconds_a_try(found: Found) -> float:
+    """About what it takes to say what another order takes."""
+    a_task = _BY_PLANNER
+    if found.given.twin is not None:
+        a_task = _LOOKING if found.way.window or found.way.transfers else _BY_TWIN
+    return a_task * max(1, len(found.tasks))
 
 
 class _Places:

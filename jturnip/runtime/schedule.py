@@ -42,9 +42,11 @@ class Link:
     # on a GPU, where XLA hands out memory in the order of the compute stream.
     after_compute: bool = dataclasses.field(default=False, kw_only=True)
 
-    def lost_seconds(self, nbytes: int) -> float:
-        """What the computing beside it loses to a copy of so many bytes."""
-        return self.compute_seconds_per_copy + nbytes * self.compute_seconds_per_byte
+    def lost_seconds(self, nbytes: int, copies: int = 1) -> float:
+        """What the computing beside them loses to copies of so many bytes together."""
+        return (
+            copies * self.compute_seconds_per_copy + nbytes * self.compute_seconds_per_byte
+        )
 
     @property
     def harmless(self) -> "Link":

@@ -29,9 +29,13 @@ def simulate(
     """Runs `schedule` in virtual time, by the seconds it predicts for each op; of `link`
     come the latency, and what copies cost the computing beside them."""
     link = link or Link(math.inf, math.inf)
-    if limits is None and link.after_compute:
-        limits = Limits.on("gpu")
+    limits = limits or limits_over(link)
     return run(schedule, _VirtualEngines(schedule, link), strategy, limits)
+
+
+def limits_over(link: Link) -> Limits:
+    """How many ops the engines hold at a time, of a device with such a link."""
+    return Limits.on("gpu") if link.after_compute else Limits()
 
 
 class _VirtualEngines:

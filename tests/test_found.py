@@ -92,6 +92,7 @@ def test_twin_and_planner_are_the_same(
     arena = max(1, smallest_budget(graph) + more)
     program = range(len(graph.tasks))
     named = [orders.order(graph, arena, name) for name in orders.ORDERS]
+    assert [Given(graph, arena, link).in_order(name) for name in orders.ORDERS] == named
     for order in (program, *named, some_again(graph, rng)):
         assert_the_same(graph, arena, link, order, rng.choice(WAYS))
 
@@ -105,6 +106,9 @@ def test_they_are_for_larger_graphs(way: Strategy):
         arena = max(smallest_budget(graph), total // (3 + 4 * seed))
         link = Link(3e3, 2e3, 0.01, 1e-3, 1e-3, 5e-3, after_compute=seed % 2 == 1)
         assert_the_same(graph, arena, link, range(len(graph.tasks)), way)
+        for name in orders.ORDERS:
+            named = orders.order(graph, arena, name)
+            assert Given(graph, arena, link).in_order(name) == named
 
 
 def test_without_the_extension_there_is_no_twin(monkeypatch: pytest.MonkeyPatch):

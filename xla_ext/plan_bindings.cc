@@ -17,6 +17,7 @@
 #include "plan_ops.h"
 #include "plan_seconds.h"
 #include "task_graph.h"
+#include "task_orders.h"
 
 namespace nb = nanobind;
 
@@ -131,7 +132,15 @@ void BindPlans(nb::module_& m) {
             new (self) TaskGraph(MakeGraph(buffers, tasks, std::move(outputs)));
           },
           nb::arg("buffers"), nb::arg("tasks"), nb::arg("outputs"))
-      .def("reordered", &Reordered, nb::arg("tasks"));
+      .def("reordered", &Reordered, nb::arg("tasks"))
+      .def(
+          "order",
+          [](const TaskGraph& graph, int64_t arena_bytes, int order) {
+            const std::vector<TaskId> tasks =
+                OrderTasks(graph, arena_bytes, static_cast<Order>(order));
+            return nb::tuple(nb::cast(tasks));
+          },
+          nb::arg("arena_bytes"), nb::arg("order"));
   nb::class_<Strategy>(m, "Strategy")
       .def(
           "__init__",

@@ -116,7 +116,7 @@ def _promising(given: Given) -> Iterator[tuple[Sequence[int], str, str]]:
         return
     known = [program]
     for name in orders.ORDERS:
-        tasks = orders.order(given.graph, given.arena, name)
+        tasks = given.in_order(name)
         if tasks not in known:
             known.append(tasks)
             for strategy in _PROMISING_REORDERED:

@@ -45,6 +45,12 @@ class Given:
         """What a run takes at least in which each task runs once."""
         return least_seconds(self.graph, self.arena, self.rates.h2d, self.rates.d2h)
 
+    def in_order(self, name: str) -> Sequence[int]:
+        """The tasks in an order by name (`planner/orders.py`)."""
+        if self.twin is not None:
+            return self.twin.order(self.arena, name)
+        return orders.order(self.graph, self.arena, name)
+
     @functools.cached_property
     def twin(self) -> Twin | None:
         """The tasks in C++; None without the extension."""

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 from jturnip.graph.memgraph import Dep, DepKind, Instance, InstanceId, MemGraph, Op, OpKind
 from jturnip.graph.taskgraph import Place, TaskGraph
 from jturnip.native import marks
+from jturnip.planner import orders
 from jturnip.planner.rates import Rates
 from jturnip.planner.strategies import Strategy
 from jturnip.runtime.schedule import Link
@@ -42,7 +43,7 @@ _Way: TypeAlias = Any
 class Twin:
     """Some tasks in C++.
 
-    Every method returns None where there is no such plan: the planner says why.
+    Methods return None where there is no such plan: the planner says why.
     """
 
     def __init__(self, graph: TaskGraph):
@@ -67,6 +68,10 @@ class Twin:
             ],
             graph.outputs,
         )
+
+    def order(self, arena: int, name: str) -> Sequence[int]:
+        """As `orders.order`."""
+        return self._graph.order(arena, _ORDERS.index(name))
 
     def way(
         self, way: Strategy, graph: Callable[[], TaskGraph], arena: int, rates: Rates
@@ -141,8 +146,9 @@ def twin_of(graph: TaskGraph) -> Twin | None:
     return Twin(graph) if marks.load() else None
 
 
-# By their numbers in C++: `Start`, `OpKind` and `Why`.
+# By their numbers in C++: `Start`, `Order`, `OpKind` and `Why`.
 _START = {None: 0, Place.DEVICE: 1, Place.HOST: 2}
+_ORDERS = tuple(orders.ORDERS)
 _KINDS = (OpKind.RUN, OpKind.RELOAD, OpKind.OFFLOAD, OpKind.DROP)
 _WHY = (
     (DepKind.DATA, ""),
@@ -176,4 +182,4 @@ def _op(
 
 def _dep(op: Any, why: int, buffer: int) -> Dep:
     kind, words = _WHY[why]
-    return Dep(op, kind, words.format(buffer) if buffer >= 0 else words)
+    return Dep(op, kind, words if buffer < 0 else words.format(buffer))

@@ -35,8 +35,8 @@ def planning(sizes: tuple[int, ...], rounds: int, budget: float = 0.1) -> Sectio
                 begin = time.perf_counter()
                 plan = _planned(graph, budget)
                 seconds[at].append(time.perf_counter() - begin)
-            ops[at] = str(len(plan.memgraph.ops))
-            strategies[at] = plan.strategy
+                ops[at] = str(len(plan.memgraph.ops))
+                strategies[at] = plan.strategy
     figures = [
         Figure(
             f"{len(graph.tasks):,} tasks",

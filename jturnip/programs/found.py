@@ -45,7 +45,7 @@ class Given:
         """What a run takes at least in which each task runs once."""
         return least_seconds(self.graph, self.arena, self.rates.h2d, self.rates.d2h)
 
-    def in_order(self, name: str) -> Sequence[int]:
+    def in_order(self, name: str) -> tuple[int, ...]:
         """The tasks in an order by name (`planner/orders.py`)."""
         if self.twin is not None:
             return self.twin.order(self.arena, name)

@@ -69,7 +69,7 @@ class Twin:
             graph.outputs,
         )
 
-    def order(self, arena: int, name: str) -> Sequence[int]:
+    def order(self, arena: int, name: str) -> tuple[int, ...]:
         """As `orders.order`."""
         return self._graph.order(arena, _ORDERS.index(name))
 

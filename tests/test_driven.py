@@ -25,11 +25,13 @@ from large_intermediates import centres_that_settle, sequences_that_are_aligned
 from watch import Watch
 
 import jturnip
+from jturnip.frontend.inline import Condition
 from jturnip.frontend.loops import iterations
 from jturnip.models import llama
 from jturnip.planner import figures
 from jturnip.programs import driven as driven_programs, make
 from jturnip.programs.records import Chain, Loop, Straight, expected_seconds, straight_parts
+from jturnip.programs.setting import Function
 from jturnip.runtime.report import Gathered
 
 
@@ -1036,6 +1038,16 @@ def test_a_short_scan_that_looks_up_rows_is_planned_once():
     assert len(plan.pieces) <= 3
     # The rows are taken out by the host: the table travels once in each iteration.
     assert f.last_run.h2d_bytes < 6 * 1.1 * table.nbytes
+
+
+def test_a_loops_body_is_known_when_it_comes_again():
+    """Its condition is told by what it is: a loop is planned beside this and that."""
+    count = lambda x: lax.while_loop(lambda c: c[0] < x, lambda c: (c[0] + 1,), (0,))
+    (eqn,) = jax.make_jaxpr(count)(3).eqns[-1:]
+    asks, does = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
+    key = lambda n: Function(does, (0,), Condition(asks, n)).key
+    assert key(1) == key(1)
+    assert len({key(1), key(2), Function(does, (0,)).key}) == 3
 
 
 def test_a_body_that_never_fits_is_not_tried_for_each_carried_value(monkeypatch):

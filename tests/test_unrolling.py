@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from jturnip.frontend.inline import Condition, inline
 from jturnip.frontend.streaming import Seen
 from jturnip.frontend.unrolling import carries_more, several_at_once
 from jturnip.frontend.whiles import several_on_trial
+from jturnip.stages import budgeted
 
 
 ROOM = 1e9  # for borders, in bytes
@@ -315,6 +317,20 @@ def test_a_loop_that_cannot_stay_whole_is_not_taken_apart_first():
     lowered = jturnip.jit(fn, peak // 2).lower(jturnip.host(u))
     compiled = lowered.compile()
     assert compiled.compile_report.compiled <= 20
+
+
+def test_what_may_be_slower_is_taken_where_nothing_else_fits(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    u, fn = field(256, 48), repeated(STEPS["zeros around"], 8)
+    nothing = jturnip.DoesNotFit("", needed_bytes=2, gpu_bytes=1)
+    monkeypatch.setattr(budgeted, "may_be_slower", lambda *args: True)
+    monkeypatch.setattr(
+        budgeted.Budgeted, "_in_some_way", Mock(side_effect=nothing, autospec=True)
+    )
+    f = jturnip.jit(fn, u.nbytes)
+    assert_same(f(jturnip.host(u)), jax.jit(fn)(u))
+    assert f.last_run.h2d_bytes < 4 * u.nbytes  # not in each iteration
 
 
 @pytest.mark.long

@@ -105,13 +105,18 @@ def _made(
 
 
 def or_unrolled(
-    made: Program, function: Function, setting: Setting, to_host: frozenset[int]
+    made: Program,
+    function: Function,
+    setting: Setting,
+    to_host: frozenset[int],
+    unrolled: Program | None = None,
 ) -> Program:
     """A program; or one of the same function in which what windows slide over is done in
     tiles, for several iterations of a loop at once, if that is predicted to be faster.
 
     Args:
       made: of the other arguments, as for `make_program`.
+      unrolled: such a program, if one is there.
     """
     if not setting.how.compares_ways or not setting.how.axes:
         return made
@@ -121,17 +126,17 @@ def or_unrolled(
     # What a `while` takes cannot be predicted: nobody knows how often it runs.
     if not loops or any(e.primitive.name == "while" for each in loops for e in each.eqns):
         return or_in_tiles(made, function, setting, to_host)
-    other = _unrolled(function, setting, to_host)
+    other = unrolled or _unrolled(function, setting, to_host)
     return made if other is None else min(made, other, key=expected_seconds)
 
 
-def surely_unrolled(
+def unrolled_first(
     function: Function, setting: Setting, to_host: frozenset[int]
 ) -> Program | None:
     """A program in which several iterations of a loop are one, in tiles, where what a loop
     carries does not fit beside what it becomes, or what is in between does not, in blocks
     either: done one by one, each iteration would move all of it. None where there is none,
-    or another may be faster."""
+    or it fits."""
     if not setting.how.is_free or not setting.how.axes:
         return None
     if not _unrolled_loops(function, setting):
@@ -140,9 +145,15 @@ def surely_unrolled(
     if fits and _fits_whole(function, setting, to_host):
         return None
     # What is looked at for it does not count where it is done one by one after all.
-    made = _unrolled(function, setting.otherwise(effort=Effort()), to_host)
-    moves_much = isinstance(made, Straight) and not moves_little(made.plan, made.flat)
-    return None if moves_much and not setting.how.any_plan else made
+    return _unrolled(function, setting.otherwise(effort=Effort()), to_host)
+
+
+def may_be_slower(unrolled: Program, setting: Setting) -> bool:
+    """Whether another program may be faster than one of `unrolled_first`."""
+    moves_much = isinstance(unrolled, Straight) and not moves_little(
+        unrolled.plan, unrolled.flat
+    )
+    return moves_much and not setting.how.any_plan
 
 
 def _unrolled_loops(function: Function, setting: Setting) -> list[Any]:

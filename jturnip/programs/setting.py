@@ -111,7 +111,8 @@ class Function:
         """Tells it from others, while it is there."""
         pairs = self.forwarded
         pairs = pairs.items() if isinstance(pairs, Mapping) else pairs
-        return id(self.closed), tuple(sorted(pairs)), id(self.condition)
+        asked = self.condition and (id(self.condition.jaxpr), self.condition.constants)
+        return id(self.closed), tuple(sorted(pairs)), asked
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,10 +22,11 @@ from jturnip.programs.calibration import calibrate
 from jturnip.programs.keeping import keeping
 from jturnip.programs.make import (
     make_program,
+    may_be_slower,
     or_unrolled,
     remeasured,
     searched,
-    surely_unrolled,
+    unrolled_first,
 )
 from jturnip.programs.records import Program
 from jturnip.programs.refusals import explained, refusal_that_is_true
@@ -236,7 +237,7 @@ class Budgeted:
         if used is not None:
             how = dataclasses.replace(how, executables=used)
         try:
-            program = self._in_tiles(how) or self._in_some_way(how)
+            program = self._in_tiles(how) or self._with_loops(how)
             return searched(program, Budget(self.gpu_bytes), how)
         except DoesNotFit as refusal:
             # Who is refused asks for more, and needs most of them again.
@@ -248,12 +249,25 @@ class Budgeted:
             how.needs.clear()
 
     def _in_tiles(self, how: How) -> Program | None:
-        """In tiles, if windows slide over all that does not fit, of a loop, too."""
+        """In tiles, if windows slide over all that does not fit."""
         flat, to_host = self.flattened.flat, self.wanted.places(on_host=True)
         assert flat is not None
+        return surely_in_tiles(flat, self._setting(self.gpu_bytes, how), to_host)
+
+    def _with_loops(self, how: How) -> Program:
+        """With several iterations of a loop done at once, in tiles, or in another way; if
+        that may be faster, but is none, so after all."""
         setting = self._setting(self.gpu_bytes, how)
-        made = surely_in_tiles(flat, setting, to_host)
-        return made or surely_unrolled(self._function, setting, to_host)
+        to_host = self.wanted.places(on_host=True)
+        unrolled = unrolled_first(self._function, setting, to_host)
+        if unrolled is not None and not may_be_slower(unrolled, setting):
+            return unrolled
+        try:
+            return self._in_some_way(how, unrolled)
+        except DoesNotFit:
+            if unrolled is None:
+                raise
+            return unrolled
 
     @property
     def _function(self) -> Function:
@@ -262,7 +276,7 @@ class Budgeted:
     def _setting(self, nbytes: int, how: How) -> Setting:
         return Setting(self._given, Budget(nbytes), how)
 
-    def _in_some_way(self, how: How) -> Program:
+    def _in_some_way(self, how: How, unrolled: Program | None) -> Program:
         """As it is; then with what is ours in host memory; then cut along axes, with loops
         in one piece first; then with loops taken apart into very many equations."""
         function = self._function
@@ -277,7 +291,7 @@ class Budgeted:
             as_it_is = dataclasses.replace(here, axes=False, thorough=thorough, few=few)
             program = made(self.gpu_bytes, as_it_is)
             asked = function, self._setting(self.gpu_bytes, here), to_host
-            return or_unrolled(or_in_blocks(program, *asked), *asked)
+            return or_unrolled(or_in_blocks(program, *asked), *asked, unrolled)
 
         def cut_somehow() -> Iterator[Callable[[], Program]]:
             yield functools.partial(made, self.gpu_bytes, here)

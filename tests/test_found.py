@@ -11,16 +11,16 @@ from support import GraphBuilder, random_taskgraph, taskgraphs
 
 from jturnip.errors import DoesNotFit
 from jturnip.graph.taskgraph import Place, TaskGraph
-from jturnip.native import marks
 from jturnip.planner import orders
 from jturnip.planner.planner import smallest_budget
 from jturnip.planner.strategies import STRATEGIES, Strategy
 from jturnip.planner.verify import verify
+from jturnip.programs import twin
 from jturnip.programs.found import Found, Given
 from jturnip.runtime.schedule import Link
 
 
-needs_native = pytest.mark.skipif(not marks.load(), reason=marks.status().reason)
+needs_native = pytest.mark.skipif(not twin.is_there(), reason="no C++ extension")
 
 WAYS = [way for s in STRATEGIES.values() for way in (s, *s.variants)]
 
@@ -114,7 +114,7 @@ def test_they_are_for_larger_graphs(way: Strategy):
 def test_without_the_extension_there_is_no_twin(monkeypatch: pytest.MonkeyPatch):
     graph = random_taskgraph(random.Random(1), 12)
     arena, link = smallest_budget(graph) + 2048, Link(1e3, 1e3)
-    monkeypatch.setattr(marks, "load", lambda: False)
+    monkeypatch.setattr(twin, "is_there", lambda: False)
     given = Given(graph, arena, link)
     assert given.twin is None
     found = Found(given, range(12), "", STRATEGIES["ours"])

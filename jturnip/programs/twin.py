@@ -5,13 +5,13 @@ is for, and take their place where they cannot be had: the same plans in a part 
 (`xla_ext/plan_ops.h`, `xla_ext/plan_seconds.h`).
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from jturnip.graph.memgraph import Dep, DepKind, Instance, InstanceId, MemGraph, Op, OpKind
 from jturnip.graph.taskgraph import Place, TaskGraph
-from jturnip.native import marks
 from jturnip.planner import orders
 from jturnip.planner.rates import Rates
 from jturnip.planner.strategies import Strategy
@@ -143,7 +143,17 @@ class Twin:
 
 def twin_of(graph: TaskGraph) -> Twin | None:
     """The same tasks in C++; None without the extension."""
-    return Twin(graph) if marks.load() else None
+    return Twin(graph) if is_there() else None
+
+
+@functools.cache
+def is_there() -> bool:
+    """Whether there is the extension; unlike marks it needs no version of XLA's."""
+    try:
+        from jturnip.native import _native
+    except ImportError:
+        return False
+    return bool(_native)
 
 
 # By their numbers in C++: `Start`, `Order`, `OpKind` and `Why`.

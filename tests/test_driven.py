@@ -1040,6 +1040,23 @@ def test_a_short_scan_that_looks_up_rows_is_planned_once():
     assert f.last_run.h2d_bytes < 6 * 1.1 * table.nbytes
 
 
+@pytest.mark.parametrize("length", [4, None], ids=["of a known length", "of any"])
+def test_what_a_loop_carries_stays_where_its_body_may_write_over_it(length: int | None):
+    """It is larger than a quarter of the budget, and there is no room for it twice."""
+
+    def shortest(d: Any, count: Any) -> Any:
+        through = lambda k, d: jnp.minimum(d, d[:, k][:, None] + d[k][None])
+        return lax.fori_loop(0, length or count, through, d)
+
+    d = np.random.default_rng(0).uniform(size=(256, 256)).astype(np.float32)
+    f = jturnip.jit(shortest, int(1.4 * d.nbytes))
+    for _ in range(2):
+        assert_same(f(jturnip.host(d), 4), jax.jit(shortest)(d, 4))
+        report = f.last_run
+        assert report.peak_bytes <= 1.4 * d.nbytes
+        assert max(report.h2d_bytes, report.d2h_bytes) <= d.nbytes + 1024
+
+
 def test_a_loops_body_is_known_when_it_comes_again():
     """Its condition is told by what it is: a loop is planned beside this and that."""
     count = lambda x: lax.while_loop(lambda c: c[0] < x, lambda c: (c[0] + 1,), (0,))

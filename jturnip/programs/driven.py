@@ -1,10 +1,13 @@
 """Loops and branches that are driven, and rows that the host reads and writes."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from jturnip.errors import DoesNotFit
+from jturnip.compiler.executables import TooManyTasks
+from jturnip.errors import DoesNotFit, PlanningError
 from jturnip.frontend import tables
 from jturnip.frontend.inline import Condition
 from jturnip.frontend.loops import iterations
@@ -22,11 +25,17 @@ from jturnip.programs.records import (
     all_constants,
 )
 from jturnip.programs.setting import Function, Setting
+from jturnip.programs.ways import straight
 
 
 # Carried values go to host memory where so many times their bytes would be enough: what a
 # body lacks they take themselves, and so do values that are made of them.
 _WORTH_SENDING = 4
+
+# A loop that leaves what it carries on the device has a small body: of no more equations
+# than so many, for which so many executables are compiled to see whether it fits.
+_FEW_EQUATIONS = 100
+_FEW_TASKS = 16
 
 # `make.make_program`, for bodies and branches.
 Make: TypeAlias = Callable[..., Program]
@@ -72,39 +81,18 @@ def _loop(
     given = {i + 1: len(constants) + i for i in range(len(carried))}
     function = Function(params["body_jaxpr"], given, condition)
     often = setting.otherwise(repeated=True)
-    of_state = lambda program: _bytes_at(_unread(program, len(carried)), state)
-    unread = 0
-    while True:
-        state = [
-            dataclasses.replace(h, on_host=away, ours=True)
-            for h, away in zip(carried, on_host, strict=True)
-        ]
-        own = arguments_of(arguments, [*constants, *state])
-        own = dataclasses.replace(often.beside(unread), arguments=own)
-        to_host = frozenset([0, *(i + 1 for i, away in enumerate(on_host) if away)])
-        try:
-            body = make_program(function, own, to_host)
-        except DoesNotFit as error:
-            lacking = error.needed_bytes - error.gpu_bytes
-            if all(on_host) or lacking > _WORTH_SENDING * bytes_on_device(state):
-                raise
-            _send_larger_half(carried, on_host)
-            unread = 0
-            continue
-        moved = [
-            i for i, away in enumerate(body.ends_on_host[1:]) if away and not on_host[i]
-        ]
-        for i in moved:
-            on_host[i] = True
-        if not moved and of_state(body) <= unread:
-            break
-        unread = 0 if moved else of_state(body)
+    make = _BodyMaker(function, constants, carried, often, make_program)
+    if any(on_host) and (stays := _staying(make, on_host)):
+        on_host = [False] * len(carried)
+        body, state, unread = stays
+    else:
+        body, state, unread = _sending(make, on_host)
     body = keeping(body, setting.budget.beside(unread), often.how)
     asked = arguments_of(arguments, [*constants[:of_condition], *(h.kept() for h in state)])
     beside = bytes_on_device(constants[of_condition:])
     left = dataclasses.replace(setting.beside(beside), arguments=asked)
     begin = make_program(Function(params["cond_jaxpr"]), left, frozenset([0]))
-    unasked = of_state(begin)
+    unasked = _bytes_at(_unread(begin, len(carried)), state)
     if unasked:
         left = left.beside(unasked)
         begin = make_program(Function(params["cond_jaxpr"]), left, frozenset([0]))
@@ -123,6 +111,100 @@ def _loop(
     used = tuple(on_host), used_up, (unasked, unread), _unread(body, len(carried))
     count = iterations(equation.origin)
     return Loop(plan, of_condition, of_body, begin, body, *used, iterations=count)
+
+
+@dataclass(frozen=True, slots=True)
+class _BodyMaker:
+    """Makes the body of a loop, of where its carried values are."""
+
+    function: Function
+    constants: Sequence[Held]
+    carried: Sequence[Held]
+    setting: Setting
+    make_program: Make
+
+    def state(self, on_host: Sequence[bool]) -> list[Held]:
+        """The carried values, where they are to be."""
+        return [
+            dataclasses.replace(h, on_host=away, ours=True)
+            for h, away in zip(self.carried, on_host, strict=True)
+        ]
+
+    def body(self, on_host: Sequence[bool], unread: int) -> Program:
+        """The body, beside so many bytes of carried values that it does not know."""
+        to_host = frozenset([0, *(i + 1 for i, away in enumerate(on_host) if away)])
+        return self.make_program(self.function, self._own(on_host, unread), to_host)
+
+    def small_body(self, unread: int) -> Straight:
+        """The same of a few tasks, with all carried values on the device."""
+        own = self._own([False] * len(self.carried), unread)
+        flat = self.function.flat(own.seen())
+        if len(flat.equations) > _FEW_EQUATIONS:
+            raise TooManyTasks
+        return straight(flat, own, frozenset([0]), _FEW_TASKS)
+
+    def _own(self, on_host: Sequence[bool], unread: int) -> Setting:
+        held = [*self.constants, *self.state(on_host)]
+        arguments = arguments_of(self.setting.arguments, held)
+        return dataclasses.replace(self.setting.beside(unread), arguments=arguments)
+
+    def unread_bytes(self, body: Program, on_host: Sequence[bool]) -> int:
+        """Bytes on the device of carried values that a body does not know."""
+        return _bytes_at(_unread(body, len(self.carried)), self.state(on_host))
+
+
+# A body, the carried values, and bytes of those that it does not know.
+_Made: TypeAlias = tuple[Program, list[Held], int]
+
+
+def _staying(make: _BodyMaker, on_host: Sequence[bool]) -> _Made | None:
+    """The body in a few tasks, with all that is carried on the device, if there is room for
+    that and nothing else moves instead: what a task is the last to read, it may write over.
+
+    Args:
+      make: makes it.
+      on_host: what would go to host memory otherwise, and back in each iteration.
+    """
+    here = [False] * len(on_host)
+    state = make.state(here)
+    if bytes_on_device(state) > make.setting.arena:
+        return None
+    body, unread = None, 0
+    with contextlib.suppress(PlanningError, TooManyTasks):
+        while body is None or make.unread_bytes(body, here) > unread:
+            unread = 0 if body is None else make.unread_bytes(body, here)
+            body = make.small_body(unread)
+    if body is None or any(body.ends_on_host[1:]):
+        return None
+    streamed = sum(h.nbytes for h in make.constants if h.on_host)
+    sent = sum(h.nbytes for h, away in zip(make.carried, on_host, strict=True) if away)
+    moved = body.plan.h2d_bytes + body.plan.d2h_bytes
+    return (body, state, unread) if moved <= streamed + sent else None
+
+
+def _sending(make: _BodyMaker, on_host: list[bool]) -> _Made:
+    """The body with what finds no room in host memory: `on_host` grows by that."""
+    unread = 0
+    while True:
+        try:
+            body = make.body(on_host, unread)
+        except DoesNotFit as error:
+            lacking = error.needed_bytes - error.gpu_bytes
+            there = bytes_on_device(make.state(on_host))
+            if all(on_host) or lacking > _WORTH_SENDING * there:
+                raise
+            _send_larger_half(make.carried, on_host)
+            unread = 0
+            continue
+        moved = [
+            i for i, away in enumerate(body.ends_on_host[1:]) if away and not on_host[i]
+        ]
+        for i in moved:
+            on_host[i] = True
+        unknown = make.unread_bytes(body, on_host)
+        if not moved and unknown <= unread:
+            return body, make.state(on_host), unread
+        unread = 0 if moved else unknown
 
 
 def _unread(program: Program, last: int) -> frozenset[int]:

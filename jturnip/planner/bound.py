@@ -68,20 +68,17 @@ def least_seconds(
     if not graph.tasks or max(len(graph.tasks), len(graph.buffers)) > _MOST:
         return sums
     around = _Around(graph, writer)
+    before = around.before.astype(float)  # of truth values numpy makes a copy each time
     # What each task, or one before it, reads of the host; and what it, or one after it,
     # leaves there.
-    head = np.maximum(
-        around.before @ compute, around.read_before[:, comes_in] @ into[comes_in]
-    )
+    head = np.maximum(before @ compute, around.read_before[:, comes_in] @ into[comes_in])
     left = around.known & around.read_after
     again = np.maximum(left @ sizes - gpu_bytes, 0) / h2d_bytes_per_second
     writers = [writer[b] for b in goes_out]
     written_after = around.before.T[:, writers] | (
         np.array(writers, int)[None, :] == np.arange(len(compute))[:, None]
     )
-    tail = np.maximum.reduce(
-        [around.before.T @ compute, again, written_after @ out[goes_out]]
-    )
+    tail = np.maximum.reduce([before.T @ compute, again, written_after @ out[goes_out]])
     _along(head, tail, compute, around.parents)
     # A copy is followed by all that reads it.
     longest: dict[BufferId, float] = {}

@@ -183,13 +183,17 @@ def _op(
     deps: Sequence[tuple[Any, int, int]],
 ) -> Op:
     """An op as `native/_native.pyi` has it."""
-    waits = tuple([_dep(*dep) for dep in deps])
+    # Without the call that a NamedTuple makes of it: there are many.
+    waits = tuple([_new(Dep, (on, *_why(why, buffer))) for on, why, buffer in deps])
     if kind != 0:
         return Op(at, _KINDS[kind], None, reads, writes, (), waits)
     over = tuple([(writes[o], reads[i]) for o, i in graph.tasks[of].overwrites])
     return Op(at, OpKind.RUN, of, reads, writes, workspace, waits, over)
 
 
-def _dep(op: Any, why: int, buffer: int) -> Dep:
+def _why(why: int, buffer: int) -> tuple[DepKind, str]:
     kind, words = _WHY[why]
-    return Dep(op, kind, words if buffer < 0 else words.format(buffer))
+    return kind, words if buffer < 0 else words.format(buffer)
+
+
+_new = tuple.__new__

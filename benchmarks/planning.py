@@ -25,33 +25,28 @@ def planning(sizes: tuple[int, ...], rounds: int, budget: float = 0.1) -> Sectio
       rounds: how often the largest is planned; the others more often.
       budget: as a share of all bytes of the graph.
     """
-    graphs = [training_graph(size) for size in sizes]
-    seconds: list[list[float]] = [[] for _ in graphs]
-    ops, strategies = [""] * len(graphs), [""] * len(graphs)
-    _planned(graphs[0], budget)
-    for _ in range(rounds):
-        for at, graph in enumerate(graphs):
-            for _ in range(1 if at == len(graphs) - 1 else 3):
-                begin = time.perf_counter()
-                plan = _planned(graph, budget)
-                seconds[at].append(time.perf_counter() - begin)
-                ops[at] = str(len(plan.memgraph.ops))
-                strategies[at] = plan.strategy
-    figures = [
-        Figure(
-            f"{len(graph.tasks):,} tasks",
-            tuple(taken),
-            "s",
-            {0: SMALLEST_SECONDS, len(graphs) - 1: LARGEST_SECONDS}.get(at),
-            {
-                "ops": ops[at],
-                "strategy": strategies[at],
-                "µs a task": float(np.median(taken)) * 1e6 / len(graph.tasks),
-            },
-        )
-        for at, (graph, taken) in enumerate(zip(graphs, seconds, strict=True))
-    ]
-    growth = _growth(graphs, seconds)
+    figures: list[Figure] = []
+    ends: list[tuple[int, float]] = []
+    _planned(training_graph(sizes[0]), budget)
+    for size in sizes:
+        # Nothing else is there meanwhile, through which garbage would be looked for.
+        graph, seconds, plan = training_graph(size), list[float](), None
+        for _ in range(rounds * (1 if size == sizes[-1] else 3)):
+            plan = None
+            begin = time.perf_counter()
+            plan = _planned(graph, budget)
+            seconds.append(time.perf_counter() - begin)
+        assert plan is not None
+        count, median = len(graph.tasks), float(np.median(seconds))
+        ends.append((count, median))
+        more: dict[str, float | str] = {
+            "ops": str(len(plan.memgraph.ops)),
+            "strategy": plan.strategy,
+            "µs a task": median * 1e6 / count,
+        }
+        most = {sizes[0]: SMALLEST_SECONDS, sizes[-1]: LARGEST_SECONDS}.get(size)
+        figures.append(Figure(f"{count:,} tasks", tuple(seconds), "s", most, more))
+    growth = _growth(*ends[0], *ends[-1])
     name = f"growth, {sizes[0]:,} to {sizes[-1]:,} tasks, over n log n"
     figures.append(Figure(name, (growth,), "", 1.0))
     about = (
@@ -78,8 +73,6 @@ def _planned(graph: TaskGraph, budget: float) -> Any:
     return make_plan(stub, gpu_bytes, "auto", None)[1]
 
 
-def _growth(graphs: list[TaskGraph], seconds: list[list[float]]) -> float:
-    counts = [len(graph.tasks) for graph in (graphs[0], graphs[-1])]
-    small, large = (float(np.median(taken)) for taken in (seconds[0], seconds[-1]))
-    allowed = (counts[1] * math.log(counts[1])) / (counts[0] * math.log(counts[0]))
-    return large / small / allowed
+def _growth(few: int, short: float, many: int, long: float) -> float:
+    allowed = (many * math.log(many)) / (few * math.log(few))
+    return long / short / allowed

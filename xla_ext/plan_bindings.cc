@@ -24,7 +24,7 @@ namespace nb = nanobind;
 namespace jturnip {
 namespace {
 
-// As jturnip/native/plans.py gives them.
+// As jturnip/programs/twin.py gives them.
 using BufferTuple = std::tuple<int64_t, int64_t, int, bool, bool>;
 using TaskTuple = std::tuple<std::vector<BufferId>, std::vector<BufferId>,
                              std::vector<std::pair<int32_t, int32_t>>, int64_t,

@@ -15,10 +15,8 @@ namespace jturnip {
 
 namespace {
 
-constexpr int64_t kNever = int64_t{1}
-                           << 60;  // the next use of what is not read again
-constexpr size_t kFew =
-    64;  // buffers are looked at for one that may leave early
+// So many buffers are looked at for one that may leave ahead of time.
+constexpr size_t kFew = 64;
 constexpr OpId kNone = -1;
 
 // Moves the first bytes of some ranges behind others.
@@ -328,7 +326,7 @@ class Builder {
       arriving += Size(b);
     }
     if (strategy_.late) {
-      const int64_t nbytes = arriving + NewBytes(task);
+      const int64_t nbytes = arriving + NewBytes(graph_, task);
       for (BufferId b : task.outputs) reserved_[b].is = true;
       WillBeUsed(position, arriving, nbytes);
     }
@@ -348,7 +346,7 @@ class Builder {
   // Bytes that must leave before a task can be reserved, if any.
   int64_t ShortOf(TaskId position, TaskId executed) {
     const Task& task = graph_.tasks[position];
-    const int64_t added = NewBytes(task);
+    const int64_t added = NewBytes(graph_, task);
     int64_t nbytes = MissingBytes(task) + added;
     if (position > executed)
       nbytes += static_cast<int64_t>(strategy_.spare *
@@ -406,18 +404,11 @@ class Builder {
     return device_[b] == kNone && !reserved_[b].is;
   }
 
-  // Of inputs to reload; and of outputs that take bytes of their own.
+  // Of inputs to reload.
   int64_t MissingBytes(const Task& task) const {
     int64_t nbytes = 0;
     for (BufferId b : task.inputs)
       if (IsMissing(b)) nbytes += Size(b);
-    return nbytes;
-  }
-
-  int64_t NewBytes(const Task& task) const {
-    int64_t nbytes = 0;
-    for (size_t o = 0; o < task.outputs.size(); ++o)
-      if (!TakesOver(task, o)) nbytes += Size(task.outputs[o]);
     return nbytes;
   }
 
@@ -431,7 +422,8 @@ class Builder {
 
   void MakeRoom(TaskId position) {
     const Task& task = graph_.tasks[position];
-    const int64_t nbytes = MissingBytes(task) + NewBytes(task) + task.workspace;
+    const int64_t nbytes =
+        MissingBytes(task) + NewBytes(graph_, task) + task.workspace;
     std::vector<Victim> kept;
     while (arena_.free_bytes() < nbytes) {
       const Victim victim = PopVictim();
@@ -671,12 +663,6 @@ class Builder {
     for (const auto& [o, i] : task.overwrites)
       if (static_cast<size_t>(o) == output) return i;
     return std::nullopt;
-  }
-
-  static bool IsOverwritten(const Task& task, size_t input) {
-    for (const auto& [o, i] : task.overwrites)
-      if (static_cast<size_t>(i) == input) return true;
-    return false;
   }
 
   bool Reads(TaskId position, BufferId b) const {

@@ -20,6 +20,20 @@ bool IsPosition(int32_t at, const std::vector<BufferId>& among) {
 
 }  // namespace
 
+bool IsOverwritten(const Task& task, size_t input) {
+  for (const auto& [o, i] : task.overwrites)
+    if (static_cast<size_t>(i) == input) return true;
+  return false;
+}
+
+int64_t NewBytes(const TaskGraph& graph, const Task& task) {
+  const auto size = [&](BufferId b) { return graph.buffers[b].device_bytes; };
+  int64_t nbytes = 0;
+  for (BufferId b : task.outputs) nbytes += size(b);
+  for (const auto& [o, i] : task.overwrites) nbytes -= size(task.outputs[o]);
+  return nbytes;
+}
+
 void Check(const TaskGraph& graph) {
   const size_t count = graph.buffers.size();
   bool is_valid = Names(graph.outputs, count);

@@ -4,6 +4,7 @@
 #ifndef JTURNIP_XLA_EXT_TASK_GRAPH_H_
 #define JTURNIP_XLA_EXT_TASK_GRAPH_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <utility>
 #include <vector>
@@ -34,12 +35,21 @@ struct Task {
   double dispatch_seconds;
 };
 
+// The next use of what is not read again.
+constexpr int64_t kNever = int64_t{1} << 60;
+
+// Whether an output takes over the bytes of an input.
+bool IsOverwritten(const Task& task, size_t input);
+
 // Tasks stand in a valid serial order.
 struct TaskGraph {
   std::vector<Buffer> buffers;
   std::vector<Task> tasks;
   std::vector<BufferId> outputs;
 };
+
+// Arena bytes of the outputs that take bytes of their own.
+int64_t NewBytes(const TaskGraph& graph, const Task& task);
 
 // Throws std::invalid_argument where a number names no buffer or operand.
 void Check(const TaskGraph& graph);

@@ -13,7 +13,6 @@ namespace jturnip {
 namespace {
 
 constexpr size_t kLookedAt = 64;  // of the tasks that could run next
-constexpr int64_t kNever = int64_t{1} << 60;
 
 // The tasks that wait for each task, and how many each waits for.
 struct Dependencies {
@@ -111,7 +110,7 @@ class Scheduler {
     for (BufferId b : task.inputs)
       if (!there_[b]) nbytes += Size(b);
     if (order == Order::kLean) {
-      nbytes += NewBytes(task);
+      nbytes += NewBytes(graph_, task);
       for (size_t i = 0; i < task.inputs.size(); ++i) {
         const BufferId b = task.inputs[i];
         const bool is_last = readers_[b].size() <= 1 && !is_needed_[b];
@@ -130,7 +129,7 @@ class Scheduler {
   void RunTask(TaskId t) {
     const Task& task = graph_.tasks[t];
     std::vector<bool> arrives(task.inputs.size(), false);
-    int64_t nbytes = NewBytes(task);
+    int64_t nbytes = NewBytes(graph_, task);
     for (size_t i = 0; i < task.inputs.size(); ++i) {
       arrives[i] = !there_[task.inputs[i]];
       if (arrives[i]) nbytes += Size(task.inputs[i]);
@@ -187,20 +186,6 @@ class Scheduler {
 
   Victim AsVictim(BufferId b) const {
     return {-(readers_[b].empty() ? kNever : readers_[b].back()), b};
-  }
-
-  // Of outputs that take bytes of their own.
-  int64_t NewBytes(const Task& task) const {
-    int64_t nbytes = 0;
-    for (BufferId b : task.outputs) nbytes += Size(b);
-    for (const auto& [o, i] : task.overwrites) nbytes -= Size(task.outputs[o]);
-    return nbytes;
-  }
-
-  static bool IsOverwritten(const Task& task, size_t input) {
-    for (const auto& [o, i] : task.overwrites)
-      if (static_cast<size_t>(i) == input) return true;
-    return false;
   }
 
   int64_t Size(BufferId b) const { return graph_.buffers[b].device_bytes; }

@@ -84,9 +84,10 @@ def _loop(
     make = _BodyMaker(function, constants, carried, often, make_program)
     if any(on_host) and (stays := _staying(make, on_host)):
         on_host = [False] * len(carried)
-        body, state, unread = stays
+        body, unread = stays
     else:
-        body, state, unread = _sending(make, on_host)
+        body, unread = _sending(make, on_host)
+    state = make.state(on_host)
     body = keeping(body, setting.budget.beside(unread), often.how)
     asked = arguments_of(arguments, [*constants[:of_condition], *(h.kept() for h in state)])
     beside = bytes_on_device(constants[of_condition:])
@@ -153,8 +154,8 @@ class _BodyMaker:
         return _bytes_at(_unread(body, len(self.carried)), self.state(on_host))
 
 
-# A body, the carried values, and bytes of those that it does not know.
-_Made: TypeAlias = tuple[Program, list[Held], int]
+# A body, and bytes of the carried values that it does not know.
+_Made: TypeAlias = tuple[Program, int]
 
 
 def _staying(make: _BodyMaker, on_host: Sequence[bool]) -> _Made | None:
@@ -166,8 +167,7 @@ def _staying(make: _BodyMaker, on_host: Sequence[bool]) -> _Made | None:
       on_host: what would go to host memory otherwise, and back in each iteration.
     """
     here = [False] * len(on_host)
-    state = make.state(here)
-    if bytes_on_device(state) > make.setting.arena:
+    if bytes_on_device(make.state(here)) > make.setting.arena:
         return None
     body, unread = None, 0
     with contextlib.suppress(PlanningError, TooManyTasks):
@@ -179,7 +179,7 @@ def _staying(make: _BodyMaker, on_host: Sequence[bool]) -> _Made | None:
     streamed = sum(h.nbytes for h in make.constants if h.on_host)
     sent = sum(h.nbytes for h, away in zip(make.carried, on_host, strict=True) if away)
     moved = body.plan.h2d_bytes + body.plan.d2h_bytes
-    return (body, state, unread) if moved <= streamed + sent else None
+    return (body, unread) if moved <= streamed + sent else None
 
 
 def _sending(make: _BodyMaker, on_host: list[bool]) -> _Made:
@@ -203,7 +203,7 @@ def _sending(make: _BodyMaker, on_host: list[bool]) -> _Made:
             on_host[i] = True
         unknown = make.unread_bytes(body, on_host)
         if not moved and unknown <= unread:
-            return body, make.state(on_host), unread
+            return body, unread
         unread = 0 if moved else unknown
 
 

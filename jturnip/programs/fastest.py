@@ -93,7 +93,7 @@ def fastest(
     before = best or first
     assert before is not None
     if not are_many(given):
-        again = _computing_again(given, before, may_repeat, held)
+        again = _computing_again(before, may_repeat, held)
         if best is None or again.seconds < CLEARLY * best.seconds:
             return again
     return before
@@ -124,7 +124,6 @@ def _promising(given: Given) -> Iterator[tuple[Sequence[int], str, str]]:
 
 
 def _computing_again(
-    given: Given,
     found: Found,
     may_repeat: Collection[int],
     held: Callable[[Found], bool],
@@ -132,6 +131,7 @@ def _computing_again(
     """A plan in which some tasks run again: where that is faster, or where only then the
     host can hold what is moved. Their operands live longer, and may have to be moved now:
     so what was found is looked at again."""
+    given = found.given
     # Where the host does not hold what is moved now, any saving may do.
     least = (1 - CLEARLY) * found.seconds if held(found) else 0.0
     for _ in range(_ROUNDS):
@@ -160,14 +160,10 @@ def plan_by(
     host_bytes: float = math.inf,
     enough: float = math.inf,
 ) -> Found:
-    """A plan by one strategy; in the order in which tasks stand, if not in another. Of one
-    by name, with the numbers that the simulator finds fastest, of those with which the
-    host can hold what leaves the device; of the first of these only, where they all take
-    more than `enough` seconds.
-
-    Raises:
-      DoesNotFit: where one task, or the arrays the caller keeps, need more.
-    """
+    """A plan by one strategy, made when it is asked for; in the order in which tasks stand,
+    if not in another. Of one by name, with the numbers that the simulator finds fastest, of
+    those with which the host can hold what leaves the device; of the first of these only,
+    where they all take more than `enough` seconds."""
     in_order = range(len(given.graph.tasks)) if tasks is None else tasks
 
     def found(way: Strategy) -> Found:

@@ -59,16 +59,17 @@ class DerivedRunner:
         turn.gave_out(results[i] for i in part.residuals)
         return results
 
-    def seconds(self, leaves: Sequence[Any], beside_bytes: int) -> float | None:
+    def seconds(self, leaves: Sequence[Any], beside_bytes: int, cut: bool) -> float | None:
         """What a call is thought to take: nothing as one executable; None if it is refused.
         Compiles its tasks, and runs none.
 
         Args:
           leaves: `jax.ShapeDtypeStruct`s of the arguments, with where they lie.
           beside_bytes: what other parts have on the device meanwhile.
+          cut: whether what does not fit may be cut along its axes.
         """
         call = self._statics.call(tuple(leaves), {})
-        options = self._beside(beside_bytes, 0, is_asked=True)
+        options = self._beside(beside_bytes, 0, is_asked=True, may_be_cut=cut)
         try:
             lowered = Traced(self._jitted, self._statics, call, options, self._turn).lower()
         except DoesNotFit:
@@ -99,9 +100,7 @@ class DerivedRunner:
         beside_bytes = self._in_steps(self._turn.residual_bytes(read))
         return beside_bytes, self._in_steps(held) if self._part.residuals else 0
 
-    def _beside(
-        self, beside_bytes: int, residual_bytes: int, is_asked: bool = False
-    ) -> Options:
+    def _beside(self, beside_bytes: int, residual_bytes: int, **asked: bool) -> Options:
         """The function's options for what is left of the budget."""
         budget = self._options.gpu_bytes
         return dataclasses.replace(
@@ -113,7 +112,7 @@ class DerivedRunner:
                 self._part,
                 residual_bytes=residual_bytes,
                 beside_bytes=beside_bytes,
-                is_asked=is_asked,
+                **asked,
             ),
         )
 

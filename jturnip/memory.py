@@ -33,7 +33,8 @@ def host(tree: Tree) -> Tree:
     """Copies every array of a tree to pinned host memory.
 
     Args:
-      tree: arrays of any kind: JAX arrays in any memory, numpy arrays, Python numbers.
+      tree: arrays of any kind: JAX arrays in any memory, numpy arrays, Python numbers. What
+        else modules of some libraries have, names and functions, stays as it is.
 
     Returns:
       The same tree of JAX arrays with memory kind `pinned_host`, on the device (or the
@@ -44,7 +45,9 @@ def host(tree: Tree) -> Tree:
       UnsupportedError: for an array spread over several devices.
     """
 
-    def copied(leaf: Any) -> jax.Array:
+    def copied(leaf: Any) -> Any:
+        if not _is_numbers(leaf):
+            return leaf
         device = placement.device_of(leaf) or compat.default_device()
         pinned = sharding(device, on_host=True)
         is_number = isinstance(leaf, bool | int | float | complex)
@@ -60,6 +63,13 @@ def host(tree: Tree) -> Tree:
     return jax.block_until_ready(jax.tree.map(copied, tree))
 
 
+def _is_numbers(leaf: Any) -> bool:
+    """Whether a leaf is an array, a number, or gives an array if it is asked."""
+    if isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float | complex):
+        return True
+    return hasattr(type(leaf), "__jax_array__") or hasattr(type(leaf), "__array__")
+
+
 def device(tree: Tree) -> Tree:
     """Brings every array of a tree to the device: the way back from `jturnip.host`.
 
@@ -69,7 +79,8 @@ def device(tree: Tree) -> Tree:
     is under `jturnip.jit` itself.
 
     Args:
-      tree: arrays of any kind: JAX arrays in any memory, numpy arrays, Python numbers.
+      tree: arrays of any kind: JAX arrays in any memory, numpy arrays, Python numbers. What
+        else there is in it stays as it is.
 
     Returns:
       The same tree of JAX arrays with memory kind `device`. Arrays that are there already
@@ -79,7 +90,9 @@ def device(tree: Tree) -> Tree:
       UnsupportedError: for an array spread over several devices.
     """
 
-    def there(leaf: Any) -> jax.Array:
+    def there(leaf: Any) -> Any:
+        if not _is_numbers(leaf):
+            return leaf
         at = placement.device_of(leaf) or compat.default_device()
         if isinstance(leaf, jax.Array) and not is_on_host(leaf):
             return leaf

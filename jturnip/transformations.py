@@ -45,8 +45,9 @@ class Runner(Protocol):
         """Calls it."""
         ...
 
-    def seconds(self, leaves: Sequence[Any], beside_bytes: int) -> float | None:
-        """What a call with such arguments is thought to take; None if it is refused."""
+    def seconds(self, leaves: Sequence[Any], beside_bytes: int, cut: bool) -> float | None:
+        """What a call with such arguments is thought to take, cut along axes or not; None
+        if it is refused."""
         ...
 
 
@@ -159,7 +160,7 @@ class Later:
     moves: tuple[bool, ...]
 
     def seconds(
-        self, arguments: Sequence[Any], results: Sequence[Any], beside_bytes: int
+        self, arguments: Sequence[Any], results: Sequence[Any], beside_bytes: int, cut: bool
     ) -> float | None:
         """What its call is thought to take: nothing as one executable; None if refused.
 
@@ -167,6 +168,7 @@ class Later:
           arguments, results: `jax.ShapeDtypeStruct`s of those of the forward part, with
             where they lie. The cotangents are taken to lie where the results do.
           beside_bytes: what other parts have on the device meanwhile.
+          cut: whether what does not fit may be cut along its axes.
         """
         known = [(arguments if given else results)[i] for given, i in self.residuals]
         cotangents = _only(results[: len(self.moves)], self.moves)
@@ -178,7 +180,7 @@ class Later:
             if k in function.unread and not given and not is_on_host(known[k])
         ]
         beside_bytes += sum(padded(s.size * s.dtype.itemsize) for s in idle)
-        return function.runner.seconds([*known, *cotangents], beside_bytes)
+        return function.runner.seconds([*known, *cotangents], beside_bytes, cut)
 
     def most_bytes(self, arguments: Sequence[Any]) -> int:
         """The most bytes of its values at once, where none is written over."""

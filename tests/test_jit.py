@@ -885,6 +885,18 @@ def test_host_copies_share_nothing_with_what_was_given():
     assert float(jnp.sum(jax.device_put(copied["x"], on_device()))) == 0.0
 
 
+def test_what_else_a_module_has_stays_as_it_is():
+    """A module of equinox has its activation function among its leaves."""
+    tree = {"w": np.ones(3, np.float32), "name": "adam", "act": jnp.tanh}
+    hosted = jturnip.host(tree)
+    assert hosted["name"] == "adam"
+    assert hosted["act"] is jnp.tanh
+    assert memory_kinds([hosted["w"]]) == ["pinned_host"]
+    there = jturnip.device(hosted)
+    assert there["act"] is jnp.tanh
+    assert memory_kinds([there["w"]]) == ["device"]
+
+
 def test_a_host_copy_of_a_host_array_is_a_copy():
     first = jturnip.host(square())
     second = jturnip.host(first)

@@ -26,22 +26,25 @@ TYPES = [Type((hundreds * 100 * 1024,), np.dtype(np.float32), False) for hundred
 @dataclasses.dataclass
 class Later:
     """A backward part, by what it takes with residuals on the device of so many hundreds of
-    granules; it is refused with others."""
+    granules, as it is and cut along axes; it is refused with others."""
 
     takes: Mapping[int, float]
+    takes_cut: Mapping[int, float] = dataclasses.field(default_factory=dict)
     most: int = 2 * ARENA
     asked: list[int] = dataclasses.field(default_factory=list)
+    asked_cut: list[int] = dataclasses.field(default_factory=list)
 
     def seconds(
-        self, arguments: Sequence[Any], results: Sequence[Any], beside_bytes: int
+        self, arguments: Sequence[Any], results: Sequence[Any], beside_bytes: int, cut: bool
     ) -> float | None:
         there = [
             size
             for size, result in zip(SIZES[1:], results[1:], strict=True)
             if not is_on_host(result)
         ]
-        self.asked.append(sum(there))
-        return self.takes.get(sum(there))
+        asked, takes = (self.asked_cut, self.takes_cut) if cut else (self.asked, self.takes)
+        asked.append(sum(there))
+        return takes.get(sum(there))
 
     def most_bytes(self, arguments: Sequence[Any]) -> int:
         return self.most
@@ -70,7 +73,7 @@ def test_all_stay_where_all_that_comes_after_fits_with_them():
         ({11: 1.0, 6: 0.9, 3: 0.8, 0: 0.7}, [], [11, 6, 3, 0]),
         ({3: 1.0, 0: 2.0}, [1, 2], [11, 6, 3, 0]),
         ({3: 1.0}, [1, 2], [11, 6, 3, 0]),
-        ({}, [], [11, 6, 3]),  # there is nothing else to do
+        ({}, [], [11, 6, 3, 0]),  # there is nothing else to do
     ],
 )
 def test_as_many_stay_as_the_part_after_it_is_fastest_with(
@@ -79,6 +82,20 @@ def test_as_many_stay_as_the_part_after_it_is_fastest_with(
     later = Later(takes)
     assert staying(later) == found
     assert later.asked == asked
+    assert later.asked_cut == ([11, 6, 3] if not takes else [])
+
+
+@pytest.mark.parametrize(
+    ("takes_cut", "found"), [({6: 1.0, 3: 1.0}, [1, 2, 3]), ({3: 1.0, 0: 0.5}, [])]
+)
+def test_the_part_after_it_is_cut_only_where_it_must_be(
+    takes_cut: Mapping[int, float], found: list[int]
+):
+    later = Later({}, takes_cut)
+    assert staying(later) == found
+    later = Later({3: 5.0}, takes_cut)
+    assert staying(later) == [1, 2]
+    assert not later.asked_cut
 
 
 def test_a_quarter_stays_where_nothing_is_known_of_what_comes_after():

@@ -1,7 +1,8 @@
 """The first pass: a traced function as numbered values and one list of equations.
 
 Calls are inlined, what JAX itself writes with other operations (`searchsorted`) is written
-with these, and of what depends on the platform there is what is for the one at hand.
+with these, as is what other libraries do (`foreign.py`), and of what depends on the
+platform there is what is for the one at hand.
 Indices that only count rows become dimension numbers that say so (`counting.py`). What
 only moves values between memories is taken out, since what lies where is the plan's matter
 (`hints.py`). All that touches a mutable reference becomes one equation (`refs.py`). What is
@@ -21,6 +22,7 @@ from jturnip.frontend import ffts, hints, refs, stacks
 from jturnip.frontend.builder import Builder
 from jturnip.frontend.counting import Counts
 from jturnip.frontend.empty import without_empty
+from jturnip.frontend.foreign import Foreign
 from jturnip.frontend.values import Atom, Constant, FlatJaxpr, Type, called, source_line
 
 
@@ -40,6 +42,7 @@ def inline(
     platform: str = "",
     largest_fft: float = math.inf,
     instead: Callable[[Any], Any | None] = lambda eqn: None,
+    foreign: Foreign | None = None,
 ) -> FlatJaxpr:
     """A function without calls in it. A result may be an argument, or come twice.
 
@@ -51,13 +54,14 @@ def inline(
       largest_fft: Fourier transforms over several dimensions that give more bytes are
         done one dimension after the other.
       instead: gives a jaxpr to be inlined instead of an equation, or None.
+      foreign: what operations of other libraries were found to stand for; grows.
 
     Raises:
       UnsupportedError: for values that are no arrays, or are put on another device; it
         names the primitive and the user's line.
     """
     _check_arguments(closed)
-    inliner = _Inliner(platform, largest_fft, instead)
+    inliner = _Inliner(platform, largest_fft, instead, foreign or Foreign())
     builder = inliner.builder
     inputs = [builder.value(Type.of(aval)) for aval in argument_avals(closed, condition)]
     before = condition.constants if condition else 0
@@ -94,9 +98,14 @@ class _Inliner:
     """Follows a jaxpr, and those that it calls."""
 
     def __init__(
-        self, platform: str, largest_fft: float, instead: Callable[[Any], Any | None]
+        self,
+        platform: str,
+        largest_fft: float,
+        instead: Callable[[Any], Any | None],
+        foreign: Foreign,
     ) -> None:
         self.builder = Builder()
+        self._foreign = foreign
         self._instead = instead
         self._platform = platform
         self._largest_fft = largest_fft
@@ -143,6 +152,7 @@ class _Inliner:
         _check(eqn, calls)
         expanded = compat.expanded(eqn) or ffts.one_by_one(eqn, self._largest_fft)
         expanded = expanded or without_empty(eqn) or self._instead(eqn)
+        expanded = expanded or self._foreign.written_out(eqn)
         if expanded is not None:
             return self.call(expanded, operands, (*calls, eqn))
         chosen = self._chosen(eqn)

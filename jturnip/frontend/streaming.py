@@ -19,6 +19,7 @@ from typing import Any
 from jturnip.frontend import parts, stacks
 from jturnip.frontend.axes import Known, rules
 from jturnip.frontend.builder import Builder
+from jturnip.frontend.foreign import Foreign
 from jturnip.frontend.inline import Condition, inline
 from jturnip.frontend.loops import (
     LOOPS,
@@ -72,6 +73,7 @@ class Seen:
     # stencils.
     largest_carried: float = math.inf
     rules: Known = field(default_factory=Known)
+    foreign: Foreign = field(default_factory=Foreign)
     # By the id of a jaxpr, with it, so that the id stays its own: it inlined.
     inlined: dict[Any, tuple[Any, FlatJaxpr]] = field(default_factory=dict)
     # By the id of an equation and more, with it: what was made of it.
@@ -83,9 +85,8 @@ class Seen:
         """What `inline` and `merged` make of a jaxpr."""
         key = id(closed), id(condition)
         if key not in self.inlined:
-            inlined = inline(
-                closed, condition, self.platform, self.largest_fft, self._unrolled
-            )
+            how = self.platform, self.largest_fft, self._unrolled, self.foreign
+            inlined = inline(closed, condition, *how)
             self.inlined[key] = (closed, condition), merged(inlined)
         return self.inlined[key][1]
 

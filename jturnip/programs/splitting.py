@@ -336,13 +336,15 @@ def _refuse_early(
 ) -> None:
     """Refuses a hopeless budget after compiling the largest equations only; so many bytes
     are left beside what is on the device all the time."""
-    arena = budget.arena(arguments.device)
-    if partitioner.least_bytes() <= left and bytes_at_start(flat, arguments) <= arena:
+    arena, at_start = budget.arena(arguments.device), bytes_at_start(flat, arguments)
+    if partitioner.least_bytes() <= left and at_start <= arena:
         return
     finest = _finest(flat, partitioner, arguments)
     bare, _ = build(flat, finest, arguments)
     if smallest_budget(bare) <= arena:
         return
+    if at_start > arena:  # whatever its tasks need
+        raise _refusal(bare, budget, arguments.device)
     sizes = [task_bytes(bare, t) for t in bare.tasks]
     # Workspace adds to what a task needs: the hungriest with it is likely among these.
     most = max(sizes)

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from jturnip import placement
@@ -304,15 +304,14 @@ class Budgeted:
             return uncut()
         except DoesNotFit:
             self._given = on_host_all(self._given)
+        if not how.axes:
+            return uncut()
         with contextlib.suppress(DoesNotFit):
             return uncut()
-        refusals: list[DoesNotFit] = []
-        for make in cut_somehow():
-            try:
-                return make()
-            except DoesNotFit as error:
-                refusals.append(error.with_traceback(None))
-        cut = min(refusals, key=lambda refusal: refusal.needed_bytes)
+        try:
+            return _first_that_fits(cut_somehow())
+        except DoesNotFit as error:
+            cut = error.with_traceback(None)
         if self.asked.is_asked:
             raise cut
         by_rows = without_rows
@@ -370,6 +369,7 @@ class Budgeted:
             spent=self._spent,
             passes=self.flattened.passes,
             effort=Effort(patience=_PATIENCE if asked.is_asked else 1.0),
+            axes=part is None or part.may_be_cut,
         )
 
     def with_kept(
@@ -421,6 +421,18 @@ class Budgeted:
     def is_seen_whole(self) -> bool:
         """Whether XLA has compiled the whole function."""
         return self._whole_report is not None
+
+
+def _first_that_fits(ways: Iterable[Callable[[], Program]]) -> Program:
+    """The program of the first way that is not refused; else raises the refusal that asks
+    for least."""
+    refusals: list[DoesNotFit] = []
+    for make in ways:
+        try:
+            return make()
+        except DoesNotFit as error:
+            refusals.append(error.with_traceback(None))
+    raise min(refusals, key=lambda refusal: refusal.needed_bytes)
 
 
 def refused_in(asked: Asked, gpu_bytes: int, kept: list[Any]) -> DoesNotFit | None:

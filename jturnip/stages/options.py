@@ -20,10 +20,10 @@ class Later(Protocol):
     """What is called with the arguments and results of a part."""
 
     def seconds(
-        self, arguments: Sequence[Any], results: Sequence[Any], beside_bytes: int
+        self, arguments: Sequence[Any], results: Sequence[Any], beside_bytes: int, cut: bool
     ) -> float | None:
         """What that call is thought to take, with `jax.ShapeDtypeStruct`s of both and where
-        they lie; None if it is refused."""
+        they lie, cut along axes or not; None if it is refused."""
         ...
 
     def most_bytes(self, arguments: Sequence[Any]) -> int:
@@ -49,6 +49,8 @@ class Part:
     # Whether it is only asked what it would take: then any plan will do, after a short
     # search, and a refusal need not name a budget that works.
     is_asked: bool = False
+    # Whether what does not fit may be cut along its axes.
+    may_be_cut: bool = True
 
     @property
     def residuals(self) -> tuple[int, ...]:

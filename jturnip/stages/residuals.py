@@ -50,17 +50,21 @@ def away(
 
     if later is None:
         return without_room(_UNKNOWN)
-    best, least = everything, math.inf
-    for left in dict.fromkeys(map(without_room, _SHARES)):
-        if left == everything and least == math.inf:
-            break
-        results = [t.struct(host if i in left else there) for i, t in enumerate(types)]
-        seconds = later.seconds(given, results, part.beside_bytes)
-        if seconds is not None and seconds >= CLEARLY * least:
-            break
-        if seconds is not None:
-            best, least = left, seconds
-    return best
+    # To look for a cut takes long, and beside fewer residuals none may be needed.
+    for cut in (False, True):
+        best, least = everything, math.inf
+        for left in dict.fromkeys(map(without_room, _SHARES)):
+            if cut and left == everything and least == math.inf:
+                break
+            results = [t.struct(host if i in left else there) for i, t in enumerate(types)]
+            seconds = later.seconds(given, results, part.beside_bytes, cut)
+            if seconds is not None and seconds >= CLEARLY * least:
+                break
+            if seconds is not None:
+                best, least = left, seconds
+        if least < math.inf:
+            return best
+    return everything
 
 
 def _without_room(

@@ -15,6 +15,7 @@
 | `to_lojax` of `call_hi_primitive` | what it does is split | one task |
 | `impl` of `random_gamma` | the same | the same |
 | `_bcoo_dot_general_impl` and its like | the same | the same |
+| `jax._src.interpreters.mlir._lowerings` | what others lower theirs to | its `impl` |
 | `jax._src.core.trace_state_clean` | no trace is going on, quickly | asks each time |
 | `jax._src.core.trace_ctx` | `jax.checkpoint` keeps the budget | it is inlined there |
 | `jax._src.core.pytype_aval_mappings` | closed-over arrays in host memory | JAX refuses |
@@ -116,6 +117,12 @@ try:
     from jax._src.dispatch import runtime_tokens as _tokens
 except ImportError:  # pragma: no cover - depends on the jax version
     _tokens: Any = None
+
+
+try:
+    from jax._src.interpreters.mlir import _lowerings
+except ImportError:  # pragma: no cover - depends on the jax version
+    _lowerings: Any = {}
 
 
 def _boundary() -> Callable[[_Function], _Function]:
@@ -387,6 +394,17 @@ def expanded(eqn: Any) -> Any:
         with _lines.user_context(eqn.source_info.traceback), eqn.ctx.manager:
             return jax.make_jaxpr(function)(*(v.aval for v in eqn.invars))
     except (AttributeError, KeyError, TypeError):  # other names or signatures here
+        return None
+
+
+def lowered_from(primitive: Any) -> Any:
+    """The function to whose equations a primitive is lowered (`mlir.lower_fun`); None for
+    one that is lowered in another way, or where this jax cannot say."""
+    try:
+        rule = _lowerings[primitive].rule
+        inside = zip(rule.__code__.co_freevars, rule.__closure__ or (), strict=True)
+        return dict(inside)["fun"].cell_contents
+    except (AttributeError, KeyError, TypeError, ValueError):
         return None
 
 

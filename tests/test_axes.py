@@ -60,6 +60,8 @@ def test_rules_are_those_of_an_einsum():
     ragged = lambda a, b: lax.ragged_dot(a, b, sizes)
     assert labels(ragged, (5, 2), (3, 2, 4)) == "i-,--j,-->ij"
     assert labels(solve, (2, 3, 3), (2, 4, 3)) == "i--,ij-->ij-"
+    along = lax.linalg.tridiagonal_solve
+    assert labels(along, *[(2, 5)] * 3, (2, 5, 3)) == "i-,i-,i-,i-j->i-j"
 
 
 def test_of_a_dimension_that_is_split_the_first_part_is_cut():
@@ -325,6 +327,10 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...]]] = {
             ).T
         ),
         (numbers(20, 20), numbers(20, 400)),
+    ),
+    "tridiagonal systems": (
+        lambda low, main, high, b: lax.linalg.tridiagonal_solve(low, 9 + main, high, b),
+        (numbers(80, 30), numbers(80, 30), numbers(80, 30), numbers(80, 30, 2)),
     ),
     "a mixture of experts": (
         jax.value_and_grad(mixture, (0, 1)),

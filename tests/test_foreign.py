@@ -48,18 +48,47 @@ def test_what_is_lowered_to_its_implementation_is_that():
     np.testing.assert_array_equal(found, twice(NUMBERS))
 
 
-def test_what_is_lowered_to_something_else_stays():
-    other = primitive("other", jnp.cos, jnp.sin)
+def test_what_is_lowered_to_another_function_is_what_that_traces_to():
+    """As a linear solve of lineax, which looks for more mistakes where it is evaluated."""
+    other = primitive("other", lambda x: jnp.cos(x), lambda x: jnp.sin(x))
+    assert names(lambda x: other.bind(x) + 1, NUMBERS) == ["cos", "add"]
+
+
+def test_without_private_names_it_is_what_evaluates_it_or_stays(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr("jturnip.compat._lowerings", {})
+    other = primitive("other", lambda x: jnp.cos(x), lambda x: jnp.sin(x))
+    assert names(lambda x: other.bind(x) + 1, NUMBERS) == ["other", "add"]
+    assert names(lambda x: TIMES.bind(x, factor=2.0), NUMBERS) == ["sin", "mul"]
+
+
+def test_what_is_lowered_in_another_way_stays():
+    other = primitive("other", lambda x: jnp.sin(x), lambda x: jnp.sin(x))
+    rule = mlir.lower_fun(jnp.cos, multiple_results=False)
+    mlir.register_lowering(other, lambda *args: rule(*args))
     assert names(lambda x: other.bind(x) + 1, NUMBERS) == ["other", "add"]
 
 
 def test_what_only_says_another_type_stays():
-    narrow = primitive("narrow", lambda x: x, lambda x: x.astype(jnp.bfloat16))
+    narrowed = lambda x: x.astype(jnp.bfloat16)
+    narrow = primitive("narrow", narrowed, narrowed)
     assert names(lambda x: narrow.bind(x) + 1, NUMBERS) == ["narrow", "add"]
+
+
+def test_what_is_weakly_typed_only_inside_is_not_so_outside():
+    """As the number of steps of a solver of lineax."""
+    strong = primitive("strong", lambda x: jnp.asarray(2.0), lambda x: jnp.asarray(2.0))
+    fn = lambda x: strong.bind(x[0]) * x
+    flat = flat_of(fn, NUMBERS)
+    assert "strong" not in [e.name for e in flat.equations]
+    assert_same(evaluated(flat, NUMBERS)[0], jax.jit(fn)(NUMBERS))
 
 
 def test_what_needs_numbers_stays():
     with_numbers = primitive("with_numbers", jnp.sin, lambda x: np.sin(np.asarray(x)))
+    rule = mlir.lower_fun(jnp.sin, multiple_results=False)
+    mlir.register_lowering(with_numbers, lambda *args: rule(*args))
     assert names(lambda x: with_numbers.bind(x) + 1, NUMBERS) == ["with_numbers", "add"]
 
 

@@ -53,6 +53,17 @@ def _solved(e: Equation, operands: Sequence[Type], results: Sequence[Type]) -> R
     return Rule((rule.operands[0], labels), (labels,))
 
 
+def _of_diagonals(e: Equation, operands: Sequence[Type], results: Sequence[Type]) -> Rule:
+    """Batches of tridiagonal systems, of three diagonals each; each column of the right
+    sides is one of its own."""
+    del e
+    right = len(operands[-1].shape)
+    of_diagonal = [*range(right - 2), None]
+    of_right = _large(results[0], [*of_diagonal, right - 1])
+    diagonals = tuple(_large(t, of_diagonal) for t in operands[:-1])
+    return Rule((*diagonals, of_right), (of_right,))
+
+
 def _ragged(e: Equation, operands: Sequence[Type], results: Sequence[Type]) -> Rule | None:
     """Products of groups of rows, each with a matrix of its own; and what each group gives
     where the rows are contracted. Which rows of a part are of which group follows from the
@@ -313,7 +324,7 @@ RULES: dict[str, Callable[[Equation, Sequence[Type], Sequence[Type]], Rule | Non
     **dict.fromkeys("cumsum cumprod cummax cummin cumlogsumexp".split(), _running),
     **dict.fromkeys(
         "cholesky lu lu_pivots_to_permutation qr geqrf geqp3 householder_product eig eigh"
-        " svd schur hessenberg tridiagonal tridiagonal_solve".split(),
+        " svd schur hessenberg tridiagonal".split(),
         _factored,
     ),
     **dict.fromkeys(
@@ -323,6 +334,7 @@ RULES: dict[str, Callable[[Equation, Sequence[Type], Sequence[Type]], Rule | Non
     ),
     "reduce": _reduced,
     "triangular_solve": _solved,
+    "tridiagonal_solve": _of_diagonals,
     "ragged_dot_general": _ragged,
     **dict.fromkeys(["slice", "dynamic_slice"], _sliced),
     "dynamic_update_slice": _updated,

@@ -1,20 +1,24 @@
 """What operations of other libraries stand for.
 
 A library may have a primitive of its own, for the sake of a rule: of how it is
-differentiated, or batched. Many are lowered to what their implementation traces to: so the
-loops of equinox write into their buffers, and lineax solves. Such a primitive is a call; as
-its equations it can be fused, cut and done in place. Nothing says of a primitive that it is
-one. So both are lowered: where they read the same, they are the same.
+differentiated, or batched. Many are lowered to what a function traces to, mostly that which
+also evaluates them: so the loops of equinox write into their buffers, and lineax solves.
+Such a primitive is a call; as its equations it can be fused, cut and done in place. JAX
+does not say of a primitive that it is one. So both are lowered: where they read the same,
+they are the same.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
+from jturnip import compat
 from jturnip.frontend.keys import context_key, params_key, type_key
 from jturnip.frontend.values import Type, bind
 
@@ -51,21 +55,33 @@ def _is_foreign(impl: Any) -> bool:
 
 
 def _written_out(eqn: Any, structs: Sequence[Any]) -> Any | None:
-    function = functools.partial(eqn.primitive.impl, **eqn.params)
-    try:
-        with eqn.ctx.manager:
-            closed = jax.make_jaxpr(function)(*structs)
-        if _types(closed.out_avals) == _types(v.aval for v in eqn.outvars):
-            bound = functools.partial(_bound, eqn)
-            if _lowered(jaxpr_as_fun(closed), structs) == _lowered(bound, structs):
-                return closed
-    except Exception:  # it cannot be traced, or only with numbers: it is what it is
-        pass
+    asked = [Type.of(v.aval) for v in eqn.outvars]
+    lowered = functools.partial(_lowered, structs=structs)
+    for function in (compat.lowered_from(eqn.primitive), eqn.primitive.impl):
+        if function is None:
+            continue
+        with contextlib.suppress(Exception):  # it cannot be traced, or only with numbers
+            with eqn.ctx.manager:
+                closed = jax.make_jaxpr(functools.partial(function, **eqn.params))(*structs)
+            given = list(map(Type.of, closed.out_avals))
+            if lowered(jaxpr_as_fun(closed)) == lowered(functools.partial(_bound, eqn)):
+                return closed if given == asked else _typed(closed, asked, structs)
     return None
 
 
-def _types(avals: Iterable[Any]) -> list[Hashable]:
-    return [type_key(Type.of(aval)) for aval in avals]
+def _typed(closed: Any, types: Sequence[Type], structs: Sequence[Any]) -> Any | None:
+    """A jaxpr with results that are not weakly typed where these types are not; None where
+    they differ otherwise."""
+
+    def typed(*operands: Any) -> list[Any]:
+        results = jaxpr_as_fun(closed)(*operands)
+        return [
+            x if t.weak_type else lax.convert_element_type(x, t.dtype)
+            for x, t in zip(results, types, strict=True)
+        ]
+
+    made = jax.make_jaxpr(typed)(*structs)
+    return made if list(map(Type.of, made.out_avals)) == list(types) else None
 
 
 def _bound(eqn: Any, *operands: Any) -> Sequence[Any]:

@@ -16,6 +16,7 @@
 | `impl` of `random_gamma` | the same | the same |
 | `_bcoo_dot_general_impl` and its like | the same | the same |
 | `jax._src.interpreters.mlir._lowerings` | what others lower theirs to | its `impl` |
+| `callback` of `pure_callback` | the host calls it itself | a task of its own does |
 | `jax._src.core.trace_state_clean` | no trace is going on, quickly | asks each time |
 | `jax._src.core.trace_ctx` | `jax.checkpoint` keeps the budget | it is inlined there |
 | `jax._src.core.pytype_aval_mappings` | closed-over arrays in host memory | JAX refuses |
@@ -29,7 +30,7 @@ import os
 import sys
 import sysconfig
 import threading
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import jax
@@ -395,6 +396,15 @@ def expanded(eqn: Any) -> Any:
             return jax.make_jaxpr(function)(*(v.aval for v in eqn.invars))
     except (AttributeError, KeyError, TypeError):  # other names or signatures here
         return None
+
+
+def called_with(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
+    """What the function of a `jax.pure_callback` gives for arrays of the CPU."""
+    try:
+        call = eqn.params["callback"]
+    except KeyError:  # another name than the one we know
+        return eqn.primitive.bind(*operands, **eqn.params)
+    return call(*operands)
 
 
 def lowered_from(primitive: Any) -> Any:

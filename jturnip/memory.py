@@ -164,6 +164,13 @@ def _is_key(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jax.dtypes.extended)
 
 
+def in_ram(array: jax.Array) -> Any:
+    """An array in host memory as numpy's, whose contents the CPU backend takes as they are;
+    others, and keys, as they are."""
+    on_host = is_on_host(array) and not _is_more_than_numpy(array)
+    return view(array) if on_host else array
+
+
 def view(array: jax.Array) -> np.ndarray:
     """The contents of an array in host memory, not copied where that can be helped; of keys
     their data, with dimensions more at the end.

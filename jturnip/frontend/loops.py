@@ -44,6 +44,8 @@ _WORTH = 4
 LOOPS = frozenset(["scan", "while"])
 # What is taken apart or driven where it is too large.
 LOOPS_AND_BRANCHES = LOOPS | {"cond"}
+# A function of the user's that is called with numbers, and gives some.
+CALL = "pure_callback"
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,8 +205,9 @@ def find_cuts(
 
 
 def is_driven(eqn: Any, streaming: Streaming) -> bool:
-    """Whether a `while` or a `cond` is too large to be one task."""
-    if eqn.primitive.name not in ("while", "cond"):
+    """Whether a `while` or a `cond` is too large to be one task, or a call of the user's
+    that the host can make itself."""
+    if eqn.primitive.name not in ("while", "cond", CALL):
         return False
     sizes = [Type.of(v.aval).nbytes for v in (*eqn.invars, *eqn.outvars)]
     return sum(sizes) + inner_bytes(eqn) > streaming.drive

@@ -66,7 +66,7 @@ def inner_bytes(eqn: Any) -> int:
     """Temporary bytes of the largest jaxpr that an equation calls, or of what it is lowered
     to: products of groups of rows are made of all rows once for each group; gradients of a
     pool are put where the numbers of the largest positions say, which are found first
-    (`xla/service/select_and_scatter_expander.cc`)."""
+    (`xla/service/select_and_scatter_expander.cc`); what a callback gives is copied."""
     if eqn.primitive.name in _HELD:
         return _HELD[eqn.primitive.name] * Type.of(eqn.outvars[0].aval).nbytes
     if eqn.primitive.name == "ragged_dot_general":
@@ -75,6 +75,8 @@ def inner_bytes(eqn: Any) -> int:
     if eqn.primitive.name == "select_and_scatter_add":
         source, operand = (Type.of(v.aval).nbytes for v in eqn.invars)
         return 4 * operand + 6 * source
+    if eqn.primitive.name == "pure_callback":
+        return sum(Type.of(v.aval).nbytes for v in eqn.outvars)
     if eqn.primitive.name == "conv_general_dilated":
         return _transposed_bytes(eqn)
     return max(map(temporary_bytes, nested(eqn)), default=0)

@@ -2,7 +2,7 @@
 
 | file | what it has |
 | --- | --- |
-| `records` | the programs: `Straight`, `Loop`, `Choice`, `Rows`, `Chain` |
+| `records` | the programs: `Straight`, `Loop`, `Choice`, `Rows`, `Call`, `Chain` |
 | `make` | a traced function to its program: begin here |
 | `attempts` | how much is taken apart in the first attempt, and in later ones |
 | `splitting` | a flat function to tasks that fit, compiled |

@@ -1,4 +1,5 @@
-"""Loops and branches that are driven, and rows that the host reads and writes."""
+"""Loops and branches that are driven, and what the host does itself: it reads and writes
+rows, and calls functions of the user's."""
 
 import contextlib
 import dataclasses
@@ -10,12 +11,13 @@ from jturnip.compiler.executables import TooManyTasks
 from jturnip.errors import DoesNotFit, PlanningError
 from jturnip.frontend import tables
 from jturnip.frontend.inline import Condition
-from jturnip.frontend.loops import iterations
+from jturnip.frontend.loops import CALL, iterations
 from jturnip.frontend.values import Equation
 from jturnip.programs import places
 from jturnip.programs.chains import CARRIED, Held, arguments_of, bytes_on_device, together
 from jturnip.programs.keeping import keeping, with_branches
 from jturnip.programs.records import (
+    Call,
     Chain,
     Choice,
     Loop,
@@ -47,7 +49,7 @@ def driven(
     """The program of an equation that is driven.
 
     Args:
-      equation: a `while`, a `cond`, or rows that the host reads or writes.
+      equation: a `while`, a `cond`, rows that the host reads or writes, or a call.
       operands: where what it reads is.
       setting: what it is made for, with the function's arguments.
       make_program: makes the programs of bodies and branches.
@@ -60,8 +62,22 @@ def driven(
             peak_bytes=bytes_on_device(operands),
         )
         return Rows(plan, equation.origin)
+    if equation.name == CALL:
+        return _call(equation, operands, setting)
     make = _loop if equation.name == "while" else _choice
     return make(equation, operands, setting, make_program)
+
+
+def _call(equation: Equation, operands: Sequence[Held], setting: Setting) -> Call:
+    """A function of the user's: what it is called with the host reads where it lies, and
+    what it gives is in host memory."""
+    plan = dataclasses.replace(
+        together([], setting.budget.room),
+        d2h_bytes=sum(h.nbytes for h in operands if not h.on_host),
+        peak_bytes=bytes_on_device(operands),
+    )
+    on_host = (True,) * len(equation.outputs)
+    return Call(plan, equation.origin, setting.device, equation.source, on_host)
 
 
 def _loop(

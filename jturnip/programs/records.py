@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from jturnip.compat import Device
 from jturnip.compiler.executables import Executable
 from jturnip.compiler.report import CompileReport
 from jturnip.frontend import tables
@@ -215,6 +216,24 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
+class Call:
+    """A call of a function of the user's (`jax.pure_callback`), by the host."""
+
+    plan: Plan
+    eqn: Any
+    # On which the function runs that calls it.
+    device: Device
+    # The user's file and line, or "".
+    source: str
+    ends_on_host: tuple[bool, ...]
+    constants: Constants = field(default_factory=dict)
+
+    @property
+    def report(self) -> CompileReport:
+        return CompileReport(0, 0, 0, 0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
 class Stage:
     """A program in a chain, with the values it reads and writes."""
 
@@ -264,7 +283,7 @@ class Chain:
         return functools.reduce(CompileReport.beside, reports)
 
 
-Program: TypeAlias = Straight | Loop | Choice | Rows | Chain
+Program: TypeAlias = Straight | Loop | Choice | Rows | Call | Chain
 
 
 def kept_by_stage(stage: Stage) -> KeptParts:

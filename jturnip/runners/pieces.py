@@ -10,18 +10,29 @@ import jax
 import numpy as np
 
 from jturnip import compat, memory, placement
+from jturnip.errors import ExecutionError
 from jturnip.frontend import tables
-from jturnip.frontend.values import Parts
+from jturnip.frontend.values import Parts, Type
 from jturnip.graph.plan import Plan
 from jturnip.graph.report import RunReport
 from jturnip.memory import device_bytes
 from jturnip.programs import places
-from jturnip.programs.records import Chain, Choice, Loop, Program, Rows, Stage, Straight
+from jturnip.programs.records import (
+    Call,
+    Chain,
+    Choice,
+    Loop,
+    Program,
+    Rows,
+    Stage,
+    Straight,
+)
 from jturnip.runners.tasks import Held, SplitRunner
 from jturnip.runtime import hoststacks
 from jturnip.runtime.kept import Kept, Source
 from jturnip.runtime.link import SimulatedLink
 from jturnip.runtime.report import Gathered
+from jturnip.runtime.turns import Calling
 
 
 class Piece(Protocol):
@@ -58,6 +69,8 @@ def make_piece(program: Program, link: SimulatedLink | None) -> Piece:
         return ChoiceRunner(program, link)
     if isinstance(program, Rows):
         return RowsRunner(program)
+    if isinstance(program, Call):
+        return CallRunner(program)
     return ChainRunner(program, link)
 
 
@@ -268,20 +281,74 @@ class RowsRunner:
         for i, array in enumerate(others, start=1):
             if i not in keep:
                 array.delete()
-        seconds = time.perf_counter() - began
-        self.last_run = RunReport(
-            "driven",
-            seconds,
-            0.0,
-            0,
-            moved,
-            there,
-            order=(0,),
-            starts=(0.0,),
-            ends=(seconds,),
-            began=began,
-        )
+        self.last_run = _by_host(began, moved, there)
         return [jax.block_until_ready(result)]
+
+
+class CallRunner:
+    """Calls a function of the user's, with arrays of the CPU, as `jax.pure_callback` does.
+
+    Those that lie in host memory are not copied for it.
+    """
+
+    def __init__(self, call: Call):
+        self.plan = call.plan
+        self.last_run: RunReport | None = None
+        self._call = call
+        self._host = placement.sharding(call.device, on_host=True)
+        self._types = [Type.of(v.aval) for v in call.eqn.outvars]
+
+    def leave(self) -> None:
+        pass
+
+    def run(self, leaves: Sequence[Any], keep: frozenset[int] = frozenset()) -> list[Any]:
+        began = time.perf_counter()
+        moved = sum(a.nbytes for a in leaves if not placement.is_on_host(a))
+        there = device_bytes(leaves)
+        try:
+            results = Calling(functools.partial(self._called, leaves)).result()
+        except Exception as error:
+            raise ExecutionError(f"{self._what} failed: {error}") from error
+        for i, array in enumerate(leaves):
+            if i not in keep:
+                array.delete()
+        self.last_run = _by_host(began, moved, there)
+        return [jax.block_until_ready(memory.from_numpy(r, self._host)) for r in results]
+
+    def _called(self, leaves: Sequence[Any]) -> list[np.ndarray]:
+        cpu, context = jax.local_devices(backend="cpu")[0], self._call.eqn.ctx.manager
+        with context, jax.transfer_guard("allow"), jax.default_device(cpu):
+            there = placement.sharding(cpu, on_host=False)
+            operands = [jax.device_put(memory.in_ram(a), there) for a in leaves]
+            results = [
+                np.array(r, order="C") for r in compat.called_with(self._call.eqn, operands)
+            ]
+        given, asked = list(map(Type.of, results)), self._types
+        if [(t.shape, t.dtype) for t in given] != [(t.shape, t.dtype) for t in asked]:
+            raise TypeError(f"it gives {given}, and was to give {asked}")
+        return results
+
+    @property
+    def _what(self) -> str:
+        return f'"{self._call.eqn.primitive.name}" ({self._call.source or "unknown line"})'
+
+
+def _by_host(began: float, moved: int, there: int) -> RunReport:
+    """Of what the host has done alone: bytes it read of the device's, and those that were
+    there."""
+    seconds = time.perf_counter() - began
+    return RunReport(
+        "driven",
+        seconds,
+        0.0,
+        0,
+        moved,
+        there,
+        order=(0,),
+        starts=(0.0,),
+        ends=(seconds,),
+        began=began,
+    )
 
 
 class ChainRunner:

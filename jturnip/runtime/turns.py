@@ -5,10 +5,11 @@ wait for what earlier calls still compute. Whole calls that copy arguments to th
 wait until there is room; others go ahead as under `jax.jit`, whatever else is going on.
 """
 
+import concurrent.futures
 import contextlib
 import threading
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -36,6 +37,27 @@ class Rest(Protocol):
         ...
 
 
+class Calling(threading.Thread):
+    """Calls a function of the user's for a run that waits for it, in a thread of its own,
+    as XLA does."""
+
+    def __init__(self, call: Callable[[], Any]):
+        super().__init__(name="jturnip-call", daemon=True)
+        self._call = call
+        self._outcome: concurrent.futures.Future[Any] = concurrent.futures.Future()
+
+    def run(self) -> None:
+        try:
+            self._outcome.set_result(self._call())
+        except BaseException as error:
+            self._outcome.set_exception(error)
+
+    def result(self) -> Any:
+        """What it gives, or raises."""
+        self.start()
+        return self._outcome.result()
+
+
 class Turn:
     """One function's. Whoever calls `alone`, `make_room`, `copied` or `left` has the lock.
 
@@ -59,7 +81,8 @@ class Turn:
     def check(self) -> None:
         """Raises UnsupportedError where to wait for the lock would be to wait for ever: in
         a callback of the run that has it, which XLA calls in a thread of its own."""
-        if not isinstance(threading.current_thread(), threading._DummyThread):
+        by_xla_or_us = threading._DummyThread | Calling
+        if not isinstance(threading.current_thread(), by_xla_or_us):
             return
         if not self.lock.acquire(blocking=False):
             raise UnsupportedError(

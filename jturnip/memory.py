@@ -164,11 +164,12 @@ def _is_key(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jax.dtypes.extended)
 
 
-def in_ram(array: jax.Array) -> Any:
-    """An array in host memory as numpy's, whose contents the CPU backend takes as they are;
-    others, and keys, as they are."""
-    on_host = is_on_host(array) and not _is_more_than_numpy(array)
-    return view(array) if on_host else array
+def lent(array: jax.Array, where: jax.sharding.Sharding) -> jax.Array:
+    """An array on the CPU, for as long as the one lives: not copied where that lies in host
+    memory."""
+    if is_on_host(array) and not _is_more_than_numpy(array):
+        return from_numpy(view(array), where)
+    return jax.device_put(array, where)
 
 
 def view(array: jax.Array) -> np.ndarray:

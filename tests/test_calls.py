@@ -48,6 +48,18 @@ def test_what_it_gives_may_be_larger_than_the_budget(fn: Any, share: float):
     assert f.last_run.strategy == "driven"
 
 
+def test_of_64_bits_none_is_lost():
+    """Under `jax.jit` they are, where XLA calls it in a thread that has the other mode."""
+    struct = jax.ShapeDtypeStruct((N, N), np.float64)
+    doubled = lambda x: jax.pure_callback(lambda y: 2 * np.asarray(y), struct, jnp.sin(x))
+    fn = lambda x: doubled(x) + 1
+    with jax.enable_x64(True):
+        x = X.astype(np.float64)
+        found = jturnip.jit(fn, NBYTES)(jturnip.host(x))
+        assert found.dtype == np.float64
+        np.testing.assert_allclose(np.asarray(found), 2 * np.sin(x) + 1, rtol=1e-14)
+
+
 def test_it_is_called_once_a_call():
     called: list[int] = []
 

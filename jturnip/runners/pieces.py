@@ -306,7 +306,8 @@ class CallRunner:
         moved = sum(a.nbytes for a in leaves if not placement.is_on_host(a))
         there = device_bytes(leaves)
         try:
-            results = Calling(functools.partial(self._called, leaves)).result()
+            x64 = jax.config.jax_enable_x64  # pyright: ignore  # made at run time
+            results = Calling(functools.partial(self._called, leaves, x64)).result()
         except Exception as error:
             raise ExecutionError(f"{self._what} failed: {error}") from error
         for i, array in enumerate(leaves):
@@ -315,11 +316,12 @@ class CallRunner:
         self.last_run = _by_host(began, moved, there)
         return [jax.block_until_ready(memory.from_numpy(r, self._host)) for r in results]
 
-    def _called(self, leaves: Sequence[Any]) -> list[np.ndarray]:
-        cpu, context = jax.local_devices(backend="cpu")[0], self._call.eqn.ctx.manager
-        with context, jax.transfer_guard("allow"), jax.default_device(cpu):
+    def _called(self, leaves: Sequence[Any], x64: bool) -> list[np.ndarray]:
+        cpu = jax.local_devices(backend="cpu")[0]
+        here = jax.enable_x64(x64), jax.transfer_guard("allow"), jax.default_device(cpu)
+        with here[0], here[1], here[2]:
             there = placement.sharding(cpu, on_host=False)
-            operands = [jax.device_put(memory.in_ram(a), there) for a in leaves]
+            operands = [memory.lent(a, there) for a in leaves]
             results = [
                 np.array(r, order="C") for r in compat.called_with(self._call.eqn, operands)
             ]

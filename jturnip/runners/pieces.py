@@ -318,8 +318,11 @@ class CallRunner:
 
     def _called(self, leaves: Sequence[Any], x64: bool) -> list[np.ndarray]:
         cpu = jax.local_devices(backend="cpu")[0]
-        here = jax.enable_x64(x64), jax.transfer_guard("allow"), jax.default_device(cpu)
-        with here[0], here[1], here[2]:
+        with (
+            jax.enable_x64(x64),
+            jax.transfer_guard("allow"),
+            jax.default_device(cpu),
+        ):
             there = placement.sharding(cpu, on_host=False)
             operands = [memory.lent(a, there) for a in leaves]
             results = [

@@ -794,5 +794,5 @@ def test_what_is_fused_takes_no_room_in_a_block():
     assert stretch is not None
     distances, numbered = 1000 * 32 * 4, 1000 * 32 * 4
     ends = x.nbytes + 1000 * 4
-    assert stretch.widest_bytes(flat, fused=True) <= distances + numbered + ends
-    assert stretch.widest_bytes(flat) >= 2 * 1000 * 32 * 8 * 4
+    assert stretches.widest_bytes(stretch, fused=True) <= distances + numbered + ends
+    assert stretches.widest_bytes(stretch) >= 2 * 1000 * 32 * 8 * 4

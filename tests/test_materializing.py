@@ -51,19 +51,20 @@ def stretches_of(flat: FlatJaxpr) -> Stretches:
 
 
 @pytest.fixture(scope="module")
-def found() -> tuple[FlatJaxpr, Stretch]:
+def found() -> tuple[Stretches, Stretch]:
     """The function, and all of it along the rows of the costs."""
     flat = flat_of(transport, *ARGS)
     product = next(e.outputs[0] for e in flat.equations if e.name == "dot_general")
-    stretch = stretches_of(flat).along(range(len(flat.equations)), product, 0)
+    stretches = stretches_of(flat)
+    stretch = stretches.along(range(len(flat.equations)), product, 0)
     assert stretch is not None
     assert stretch.loops > 2
-    return flat, stretch
+    return stretches, stretch
 
 
-def crossing(flat: FlatJaxpr, stretch: Stretch) -> Materialized:
+def crossing(stretches: Stretches, stretch: Stretch) -> Materialized:
     """What is worth it where all else is dear: all blocks of one position."""
-    made = worth_materializing(flat, stretch, 1, 1 << 30, DEAR)
+    made = worth_materializing(stretches, stretch, 1, 1 << 30, DEAR)
     assert made is not None
     return made
 
@@ -74,10 +75,11 @@ def crossing(flat: FlatJaxpr, stretch: Stretch) -> Materialized:
 @example(size=7, share=0.5)
 @given(size=st.integers(1, 60), share=st.floats(0, 1))
 def test_it_changes_nothing_but_what_is_made_anew(
-    found: tuple[FlatJaxpr, Stretch], size: int, share: float
+    found: tuple[Stretches, Stretch], size: int, share: float
 ):
-    flat, stretch = found
-    values = crossing(flat, stretch).values
+    stretches, stretch = found
+    flat = stretches.flat
+    values = crossing(stretches, stretch).values
     written = Materialized(values, int(share * (stretch.length // size)))
     plain, other = (
         evaluated(_in_blocks(flat, stretch, size, each), *ARGS)
@@ -94,10 +96,11 @@ def _in_blocks(
 
 
 def test_products_are_made_once_where_they_are_written_down(
-    found: tuple[FlatJaxpr, Stretch],
+    found: tuple[Stretches, Stretch],
 ):
-    flat, stretch = found
-    written = crossing(flat, stretch)
+    stretches, stretch = found
+    flat = stretches.flat
+    written = crossing(stretches, stretch)
     assert written.blocks == stretch.length
 
     def products(values: frozenset[int]) -> int:
@@ -108,17 +111,17 @@ def test_products_are_made_once_where_they_are_written_down(
     assert products(written.values) == 1
 
 
-def test_as_much_is_written_down_as_there_is_room_for(found: tuple[FlatJaxpr, Stretch]):
-    flat, stretch = found
+def test_as_much_is_written_down_as_there_is_room_for(found: tuple[Stretches, Stretch]):
+    stretches, stretch = found
     row = 4 * ARGS[1].shape[0]
     for rows in (30, 45, 60):
-        made = worth_materializing(flat, stretch, 5, rows * row, DEAR)
+        made = worth_materializing(stretches, stretch, 5, rows * row, DEAR)
         assert made is not None
         assert made.blocks == rows // 5
-    assert worth_materializing(flat, stretch, 5, 10 * row, DEAR) is None
+    assert worth_materializing(stretches, stretch, 5, 10 * row, DEAR) is None
 
 
-def test_what_is_cheap_is_made_anew(found: tuple[FlatJaxpr, Stretch]):
+def test_what_is_cheap_is_made_anew(found: tuple[Stretches, Stretch]):
     assert worth_materializing(*found, 5, 1 << 30, CHEAP) is None
 
 
@@ -127,16 +130,16 @@ def test_what_is_cheap_is_made_anew(found: tuple[FlatJaxpr, Stretch]):
 @example(size=30)
 @example(size=7)
 @given(size=st.integers(5, 30))
-def test_tasks_hand_on_what_later_loops_read(found: tuple[FlatJaxpr, Stretch], size: int):
+def test_tasks_hand_on_what_later_loops_read(found: tuple[Stretches, Stretch], size: int):
     """As parts of their own, which a plan may have anywhere: they are made once."""
-    flat, stretch = found
-    kept = worth_keeping(flat, stretch, DEAR)
+    stretches, stretch = found
+    kept = worth_keeping(stretches, stretch, DEAR)
     assert kept is not None
     none, parts_of = frozenset[int](), -(-stretch.length // size)
     counts = []
     for values in (none, kept.values):
         tasks = Tasks(stretch, size, 0, none, none, none, kept=values)
-        cut = with_cuttings(stretches_of(flat), [tasks])
+        cut = with_cuttings(stretches, [tasks])
         assert_same(
             evaluated(cut, *ARGS), jax.tree.leaves(jax.jit(transport)(*ARGS)), ulps=64
         )
@@ -145,14 +148,17 @@ def test_tasks_hand_on_what_later_loops_read(found: tuple[FlatJaxpr, Stretch], s
 
 
 def test_what_loops_make_anew_is_less_where_some_is_written_down(
-    found: tuple[FlatJaxpr, Stretch],
+    found: tuple[Stretches, Stretch],
 ):
-    flat, stretch = found
-    kept = worth_keeping(flat, stretch, DEAR)
+    stretches, stretch = found
+    flat = stretches.flat
+    kept = worth_keeping(stretches, stretch, DEAR)
     assert kept is not None
     assert kept.written_bytes == sum(flat.types[v].nbytes for v in kept.values)
     assert kept.read_bytes > kept.written_bytes
-    made_again = [materializing.made_again(flat, stretch, DEAR, s) for s in (1, 0.5, 0)]
+    made_again = [
+        materializing.made_again(stretches, stretch, DEAR, s) for s in (1, 0.5, 0)
+    ]
     assert [again.share for again in made_again] == sorted(
         (again.share for again in made_again), reverse=True
     )
@@ -164,7 +170,7 @@ def test_what_loops_make_anew_is_less_where_some_is_written_down(
     assert both.share == pytest.approx(
         whole.saved_seconds / (whole.seconds + nothing.seconds)
     )
-    assert materializing.made_again(flat, stretch, CHEAP).share == 0
+    assert materializing.made_again(stretches, stretch, CHEAP).share == 0
 
 
 def test_rows_of_few_features_are_dear_on_some_devices():
@@ -221,7 +227,8 @@ LAYERS = tuple(
 def test_each_of_many_products_is_kept():
     """Of each layer one, however many there are."""
     flat = flat_of(normalised, *LAYERS)
-    stretch = stretches_of(flat).along(range(len(flat.equations)), flat.inputs[0], 0)
+    stretches = stretches_of(flat)
+    stretch = stretches.along(range(len(flat.equations)), flat.inputs[0], 0)
     assert stretch is not None
     count = lambda *values: sum(
         flat.equations[i].name == "conv_general_dilated"
@@ -230,7 +237,7 @@ def test_each_of_many_products_is_kept():
     )
     layers = len(LAYERS) - 1
     assert count() > 3 * layers
-    kept = worth_keeping(flat, stretch, DEAR)
+    kept = worth_keeping(stretches, stretch, DEAR)
     assert kept is not None
     assert count(kept.values) == layers
 

@@ -14,7 +14,7 @@ from jturnip.frontend import costs, parts
 from jturnip.frontend.axes import Known, rules
 from jturnip.frontend.hints import gives_the_same_bits_again
 from jturnip.frontend.stretches import Stretch, Stretches
-from jturnip.frontend.values import Equation, FlatJaxpr, read_by
+from jturnip.frontend.values import Equation, FlatJaxpr
 
 
 # So often something is made anew at most.
@@ -58,7 +58,7 @@ def _with_one_more(
     stretches: Stretches | None = None
     results = frozenset(flat.result_values)
     writer = {v: i for i, e in enumerate(flat.equations) for v in e.outputs}
-    readers = Counter(v for e in flat.equations for v in set(read_by(e)))
+    readers = Counter(v for e in flat.equations for v in set(e.reads))
     for v in writer:
         if flat.types[v].nbytes <= large.nbytes or readers[v] < 2:
             continue
@@ -96,7 +96,7 @@ def making(flat: FlatJaxpr, writer: dict[int, int], v: int, large: Large) -> Seq
         if seconds < 0 or e.effects or e.driven or not gives_the_same_bits_again(e.origin):
             return ()
         found.add(i)
-        agenda += read_by(e)
+        agenda += e.reads
     if 2 * sum(flat.types[x].nbytes for x in needed) > flat.types[v].nbytes:
         return ()
     return sorted(found)
@@ -127,7 +127,7 @@ def _leading_out(
     for i in reversed(stretch.equations):
         if not needed.isdisjoint(flat.equations[i].outputs):
             leading.add(i)
-            needed.update(read_by(flat.equations[i]))
+            needed.update(flat.equations[i].reads)
     return frozenset(leading)
 
 

@@ -77,8 +77,10 @@ def _rules_by_keys(
     equations: Sequence[Equation], flat: FlatJaxpr, works: Works
 ) -> list[Rule | None]:
     context = works, compat.trace_context()
+    texts: dict[int, str] = {}  # of the origins, which parts share
     keys = [
-        (context, _key(e, flat)) if _may_have_a_rule(e, flat) else None for e in equations
+        (context, _key(e, flat, texts)) if _may_have_a_rule(e, flat) else None
+        for e in equations
     ]
     distinct = {key: e for key, e in zip(keys, equations, strict=True) if key is not None}
     before = {key: _known.get(key) for key in distinct}
@@ -124,9 +126,15 @@ def _may_have_a_rule(e: Equation, flat: FlatJaxpr) -> bool:
     return e.name in _OF_KEYS or not any(is_key(t.dtype) for t in types)
 
 
-def _key(e: Equation, flat: FlatJaxpr) -> Hashable:
+_text = functools.lru_cache(str)  # numpy makes that of a dtype anew each time
+
+
+def _key(e: Equation, flat: FlatJaxpr, texts: dict[int, str]) -> Hashable:
     shapes = tuple(
-        (t.shape, str(t.dtype), isinstance(v, Constant))
+        (t.shape, _text(t.dtype), isinstance(v, Constant))
         for v, t in zip(e.inputs, flat.operand_types(e), strict=True)
     )
-    return e.name, shapes, str(sorted(e.origin.params.items(), key=lambda item: item[0]))
+    if id(e.origin) not in texts:
+        params = sorted(e.origin.params.items(), key=lambda item: item[0])
+        texts[id(e.origin)] = str(params)
+    return e.name, shapes, texts[id(e.origin)]

@@ -12,7 +12,8 @@ EinDecomp (arXiv 2410.02682): as few as fit, with little written down.
 import collections
 import dataclasses
 import itertools
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,6 +91,8 @@ class Ways:
     # whether all that does not fit is in tiles, each done once.
     in_tiles: bool = False
     in_all: bool = False
+    # How many were left out, since they would have had too many equations.
+    left_out: int = 0
 
 
 def _tries(keep: bool) -> Iterator[tuple[int, float, int, bool, bool, float]]:
@@ -113,6 +116,7 @@ def cut_along_axes(
     anew: bool = True,
     effort: Effort | None = None,
     keep: bool = False,
+    most_equations: Callable[[], float] = lambda: math.inf,
 ) -> Iterator[Ways]:
     """The function with its large stretches cut, in some ways that are worth trying; the
     doubtful ones last.
@@ -130,6 +134,7 @@ def cut_along_axes(
         once that is enough.
       keep: whether there are only ways in which what loops over blocks would make anew is
         kept, in parts.
+      most_equations: how many a function that is cut may have, to be looked at now.
     """
     effort = effort or Effort()
     arena -= nbytes_of(flat, where.staying)
@@ -137,7 +142,8 @@ def cut_along_axes(
     if arena <= 0:
         return
     flat = rows_as_blocks(repeated(flat, arena), arena)
-    search = where, arena, rates, platform, known, effort, keep
+    search = where, arena, rates, platform, keep
+    of_search = known, effort, most_equations
     rest: list[Ways] = []
     for form in _together_and_apart(flat, where, arena, known):
         for ways in ways_in_tiles(form, where, arena, known):
@@ -153,16 +159,16 @@ def cut_along_axes(
     for each, has_copies in forms:
         if has_copies and not anew:
             continue
-        for ways in _in_some_ways(each, *search):
+        for ways in _in_some_ways(each, *search, Search(*of_search)):
             ways = dataclasses.replace(ways, anew=has_copies)
             sure = tuple(cut for cut in ways.cut if not _joins_too_much(cut, arena))
-            if sure:
+            if sure or not ways.cut:
                 yield dataclasses.replace(ways, cut=sure)
             else:
                 doubtful.append(dataclasses.replace(ways, doubtful=True))
     for ways in rest:  # with what is left over cut as well
         yield ways
-        yield from _in_some_ways(ways.cut[0], *search)
+        yield from _in_some_ways(ways.cut[0], *search, Search(*of_search))
     yield from doubtful
 
 
@@ -211,11 +217,10 @@ def _in_some_ways(
     arena: int,
     rates: DeviceRates,
     platform: str,
-    known: Known,
-    effort: Effort,
     keep: bool,
+    search: Search,
 ) -> Iterator[Ways]:
-    search = Search(known, effort)
+    effort = search.effort
     slow = slow_in_loops(platform)
     seen: set[Any] = set()
     nothing_kept: set[Any] = set()
@@ -250,31 +255,40 @@ def _in_some_ways(
             where=where,
         )
         forms: list[_Forms] = []
+        left_out = 0
         for each in _fine_and_coarse(flat, room, eager, search):
             if any(each.how) and each.how not in seen:
                 seen.add(each.how)
+                left_out += not each.forms
                 fit = tuple(filter(fits, each.forms))
                 forms.append(dataclasses.replace(each, forms=fit))
         if keeps and search.kept == kept:  # it would be the same again
             nothing_kept.add(alike)
         forms = [each for each in forms if each.forms and not search.is_over(apart)]
-        if forms:
+        if forms or left_out:
             yield Ways(
                 tuple(form for each in forms for form in each.forms),
                 again=next((each.again for each in forms if each.again), None),
                 keeps=any(each.keeps for each in forms),
+                left_out=left_out,
             )
 
 
 @dataclass(frozen=True, slots=True)
 class _Forms:
-    """What a function becomes: one form or two, what was cut how, what loops over blocks
-    make anew in it, and whether tasks keep such."""
+    """What a function becomes: one form or two, or none where these would have too many
+    equations; what was cut how, what loops over blocks make anew in it, and whether tasks
+    keep such."""
 
     forms: tuple[FlatJaxpr, ...]
     how: tuple[tuple[Any, ...], ...]
     again: Again | None
     keeps: bool
+
+    @property
+    def equations(self) -> float:
+        """How many the first form has."""
+        return len(self.forms[0].equations) if self.forms else math.inf
 
 
 def _cut(flat: FlatJaxpr, room: Room, eager: int, search: Search) -> _Forms:
@@ -286,6 +300,8 @@ def _cut(flat: FlatJaxpr, room: Room, eager: int, search: Search) -> _Forms:
         # cut, whatever fits.
         eagerly = dataclasses.replace(room, eager=axis < eager and not slides)
         again = cut_once(cut, eagerly, True, search)
+        if again.too_many:
+            return _Forms((), (*how, again.how), None, keeps)
         if not again.how or len(again.cut.equations) > most:
             break
         cut, keeps, slides = again.cut, keeps or again.keeps, slides or again.slides
@@ -308,7 +324,7 @@ def _fine_and_coarse(
         yield fine
     if abreast or finer:
         coarse = _cut(flat, dataclasses.replace(room, side_by_side=False), eager, search)
-        if not abreast and len(fine.forms[0].equations) < len(coarse.forms[0].equations):
+        if not abreast and fine.equations < coarse.equations:
             yield fine
         yield coarse
 

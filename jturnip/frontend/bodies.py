@@ -25,7 +25,6 @@ from jturnip.frontend.values import (
     bind,
     carry_out,
     nbytes_of,
-    read_by,
 )
 
 
@@ -151,7 +150,7 @@ class _Bodies:
 def _bytes_outside(e: Equation, flat: FlatJaxpr) -> int:
     """What is there all the time: operands, and results that do not take their place."""
     carried = loop_counts(e.origin)[1] if e.name in LOOPS else 0
-    return nbytes_of(flat, {*read_by(e), *e.outputs[carried:]})
+    return nbytes_of(flat, {*e.reads, *e.outputs[carried:]})
 
 
 def _evaluated(flat: FlatJaxpr, *operands: Any) -> list[Any]:

@@ -7,7 +7,8 @@ it is an estimate, which orders what is tried.
 import bisect
 import dataclasses
 import functools
-from collections.abc import Collection, Sequence
+import math
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeGuard
 
@@ -15,6 +16,7 @@ from jturnip.frontend import costs, parts
 from jturnip.frontend.axes import Known, rules
 from jturnip.frontend.cutting import (
     Blocks,
+    Made,
     Tasks,
     one_after_the_other,
     with_cuttings,
@@ -23,6 +25,7 @@ from jturnip.frontend.effort import Effort
 from jturnip.frontend.halos import along_channels
 from jturnip.frontend.materializing import (
     Again,
+    Kept,
     made_again,
     worth_keeping,
     worth_materializing,
@@ -102,14 +105,20 @@ class Search:
 
     rules: Known = field(default_factory=Known)
     effort: Effort = field(default_factory=Effort)
+    # How many equations what is cut may have, to be looked at now: never more than before.
+    most_equations: Callable[[], float] = lambda: math.inf
     # What was not cut (`_Choice._signature`), and whether it need not be; what the keys
     # name by their ids.
     uncut: dict[Any, bool] = field(default_factory=dict)
     named: dict[int, Any] = field(default_factory=dict)
+    # What was made of equations for parts.
+    made: Made = field(default_factory=Made)
     # What a function (by its id) becomes by being cut so; and what was found for it where
     # the same is large (`Room.key`).
     cut: dict[Any, FlatJaxpr] = field(default_factory=dict)
     found: dict[Any, "Found"] = field(default_factory=dict)
+    # What a stretch (by its id) had better keep, with the stretch.
+    worth_keeping: dict[Any, tuple[Stretch, Kept | None]] = field(default_factory=dict)
     # Of a function (by its id, which it keeps), what finds its stretches.
     stretches: dict[int, Stretches] = field(default_factory=dict)
     visited: int = 0
@@ -240,6 +249,8 @@ class Found:
     # read with their halos.
     keeps: bool = False
     slides: bool = False
+    # Whether it would become too many equations to be looked at; it is as it was then.
+    too_many: bool = False
     # What `Search` counts.
     finer: int = 0
     abreast: int = 0
@@ -267,10 +278,12 @@ def _cut_anew(
     )
     if not cuttings or many > room.most_equations:
         return Found(flat)
+    if _least_equations(cuttings) > search.most_equations():
+        return Found(flat, tuple(c.key for c in cuttings), too_many=True)
     cut, how = _with_cuttings(stretches, cuttings, search)
-    written = [_materializing(flat, room, c) for c in cuttings]
+    written = [_materializing(stretches, room, c) for c in cuttings]
     each = [
-        made_again(flat, c.stretch, room.rates, c.share_made_anew)
+        made_again(stretches, c.stretch, room.rates, c.share_made_anew)
         for c in written
         if _makes_again(c)
     ]
@@ -282,6 +295,15 @@ def _cut_anew(
         return found
     materialized, _ = _with_cuttings(stretches, written, search)
     return dataclasses.replace(found, materialized=materialized)
+
+
+def _least_equations(cuttings: Sequence[_Cutting]) -> int:
+    """What all parts of some stretches are at least."""
+    return sum(
+        -(-c.stretch.length // c.size) * len(c.stretch.working)
+        for c in cuttings
+        if isinstance(c, Tasks)
+    )
 
 
 def _makes_again(cutting: _Cutting) -> TypeGuard[Blocks]:
@@ -296,25 +318,25 @@ def _with_cuttings(
     how = tuple(c.key for c in cuttings)
     key = id(stretches.flat), how
     if key not in search.cut:
-        search.cut[key] = with_cuttings(stretches, cuttings)
+        search.cut[key] = with_cuttings(stretches, cuttings, search.made)
     return search.cut[key], how
 
 
-def _materializing(flat: FlatJaxpr, room: Room, cutting: _Cutting) -> _Cutting:
+def _materializing(stretches: Stretches, room: Room, cutting: _Cutting) -> _Cutting:
     """The same in smaller blocks, with values written down that its loops make anew, if
     there is room for them and that is expected to be faster."""
     if not isinstance(cutting, Blocks) or not _makes_again(cutting):
         return cutting
-    stretch = cutting.stretch
+    flat, stretch = stretches.flat, cutting.stretch
     share = max(1, room.arena // _ROOM_FOR_BLOCKS)
-    widest = int(max(1, room.at_once) * stretch.widest_bytes(flat, room.fused))
+    widest = int(max(1, room.at_once) * stretches.widest_bytes(stretch, room.fused))
     blocks = max(-(-stretch.length // cutting.size), -(-widest // share))
     if blocks > min(_MOST_BLOCKS, stretch.length):
         return cutting
     size = _size(stretch.length, blocks, _MORE_BLOCKS)
     # XLA may hold twice as much of a block as is expected.
     free = room.arena - _whole_bytes(flat, room, stretch) - 2 * share
-    found = worth_materializing(flat, stretch, size, free, room.rates)
+    found = worth_materializing(stretches, stretch, size, free, room.rates)
     if found is None or not room.may_be_in_blocks(flat, stretch, found.values):
         return cutting
     return Blocks(stretch, size, room.arena, found)
@@ -538,13 +560,13 @@ class _Choice:
             return _into_tasks(
                 self._stretches, self._hosted, self._room, stretch, self._search
             )
-        return _into_blocks(self._stretches.flat, self._room, stretch)
+        return _into_blocks(self._stretches, self._room, stretch)
 
     def _fits_in_blocks(self, stretch: Stretch) -> bool:
         """Whether a stretch fits in blocks, and none of it is to be kept elsewhere."""
-        if _kept(self._stretches.flat, self._room, stretch, self._search):
+        if _kept(self._stretches, self._room, stretch, self._search):
             return False
-        cutting = _into_blocks(self._stretches.flat, self._room, stretch)
+        cutting = _into_blocks(self._stretches, self._room, stretch)
         return cutting is not None and cutting.nbytes <= self._room.arena
 
     def _cost(
@@ -605,11 +627,12 @@ def _whole_bytes(flat: FlatJaxpr, room: Room, stretch: Stretch) -> int:
     return nbytes_of(flat, _held(stretch, room)) + _partial_bytes(flat, stretch)
 
 
-def _into_blocks(flat: FlatJaxpr, room: Room, stretch: Stretch) -> Blocks | None:
+def _into_blocks(stretches: Stretches, room: Room, stretch: Stretch) -> Blocks | None:
     """The fewest blocks that are expected to fit in one task, or as many as there may be:
     XLA may need less than is expected. None where the whole is expected to fit."""
+    flat = stretches.flat
     whole = _whole_bytes(flat, room, stretch)
-    block = int(room.at_once * stretch.widest_bytes(flat, room.fused))
+    block = int(room.at_once * stretches.widest_bytes(stretch, room.fused))
     free = room.arena - whole
     if free <= 0 or block <= free or not room.may_be_in_blocks(flat, stretch):
         return None
@@ -629,8 +652,8 @@ def _into_tasks(
     """The fewest tasks of which each is expected to fit, perhaps in blocks; None where one
     does, or none are."""
     flat = stretches.flat
-    block = int(room.at_once * stretch.widest_bytes(flat, room.fused))
-    kept = _kept(flat, room, stretch, search)
+    block = int(room.at_once * stretches.widest_bytes(stretch, room.fused))
+    kept = _kept(stretches, room, stretch, search)
     apiece = [held - room.where.staying for held in _held_apiece(stretches, stretch, kept)]
     if max(nbytes_of(flat, held) for held in apiece) + block <= room.arena:
         return None
@@ -709,11 +732,17 @@ def _into_tasks(
     return Tasks(stretch, size, needed_bytes, sliced & hosted, left, apart, kept=kept)
 
 
-def _kept(flat: FlatJaxpr, room: Room, stretch: Stretch, search: Search) -> frozenset[int]:
+def _kept(
+    stretches: Stretches, room: Room, stretch: Stretch, search: Search
+) -> frozenset[int]:
     """What the loops of a stretch hand on in parts, rather than make it anew."""
     if not room.keep or stretch.loops == 1:
         return frozenset()
-    kept = worth_keeping(flat, stretch, room.rates)
+    key = id(stretch), room.rates
+    if key not in search.worth_keeping:
+        found = worth_keeping(stretches, stretch, room.rates)
+        search.worth_keeping[key] = stretch, found
+    _, kept = search.worth_keeping[key]
     search.kept += kept is not None
     return frozenset() if kept is None else kept.values
 

@@ -6,8 +6,9 @@ not; results are put together, or left in parts.
 """
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
@@ -27,7 +28,6 @@ from jturnip.frontend.values import (
     Slice,
     Type,
     Window,
-    read_by,
     values_of,
 )
 
@@ -92,16 +92,42 @@ class Tasks:
 
 
 Cutting: TypeAlias = Blocks | Tasks | Tiles
-Some = TypeVar("Some", bound=Cutting)
+SomeCutting = TypeVar("SomeCutting", bound=Cutting)
+Some = TypeVar("Some")
 
 
-def with_cuttings(stretches: Stretches, cuttings: Sequence[Cutting]) -> FlatJaxpr:
+class Made:
+    """What was made of equations for one part, or of stretches in blocks: parts that are
+    alike have the same, in one function or in several forms of it."""
+
+    def __init__(self) -> None:
+        # By keys that name equations by their ids: with these, so that they stay their own.
+        self._made: dict[Any, tuple[tuple[Any, ...], Any]] = {}
+
+    def get(self, key: Any, origins: Iterable[Any], make: Callable[[], Some]) -> Some:
+        """What there is by a key, or is made, of some origins of equations."""
+        if key not in self._made:
+            self._made[key] = tuple(origins), make()
+        return self._made[key][1]
+
+
+def with_cuttings(
+    stretches: Stretches, cuttings: Sequence[Cutting], made: Made | None = None
+) -> FlatJaxpr:
     """The function with other equations in the place of each stretch that is cut; none of
-    them waits for another that waits for it."""
-    return _New(stretches, cuttings).result()
+    them waits for another that waits for it.
+
+    Args:
+      stretches: of the function.
+      cuttings: how some of them are cut.
+      made: what was made for other forms of the function; grows.
+    """
+    return _New(stretches, cuttings, made or Made()).result()
 
 
-def one_after_the_other(stretches: Stretches, cuttings: Sequence[Some]) -> list[Some]:
+def one_after_the_other(
+    stretches: Stretches, cuttings: Sequence[SomeCutting]
+) -> list[SomeCutting]:
     """Those that can be done one after the other. Each of two may need what is made in the
     other: of such, later ones are left out."""
     left = list(cuttings)
@@ -132,7 +158,7 @@ def _in_order(
     while waiting:
         later = []
         for i in waiting:
-            read = ends[i].entering if i in ends else read_by(flat.equations[i])
+            read = ends[i].entering if i in ends else flat.equations[i].reads
             if any(v in writer and writer[v] not in done for v in read):
                 later.append(i)
                 continue
@@ -147,7 +173,7 @@ def _in_order(
 class _New:
     """The new function, while it is made."""
 
-    def __init__(self, stretches: Stretches, cuttings: Sequence[Cutting]):
+    def __init__(self, stretches: Stretches, cuttings: Sequence[Cutting], made: Made):
         self._flat = stretches.flat
         self._stretches = stretches
         self._cuttings = cuttings
@@ -160,8 +186,7 @@ class _New:
         self._apart = dict(_joined_before(self._flat))
         self._pieces: dict[tuple[int, int, int, int], int] = {}
         self._equations: list[Equation] = []
-        # Equations made for one part, which others have too.
-        self._known: dict[Any, Any] = {}
+        self._made = made
         # Stretches that will be done side by side; what those before them read in parts,
         # and whether that was from the last part to the first.
         self._abreast: list[Tasks] = []
@@ -176,7 +201,7 @@ class _New:
             self._add(i, ends.get(i))
         self._do_abreast()
         self._whole(v for output in self._outputs for v in values_of(output))
-        used = {v for e in self._equations for v in read_by(e)}
+        used = {v for e in self._equations for v in e.reads}
         return dataclasses.replace(
             flat,
             types=tuple(self._types),
@@ -203,7 +228,7 @@ class _New:
         else:
             e = self._flat.equations[i]
             if self._apart.keys().isdisjoint(e.outputs):
-                self._whole(read_by(e))
+                self._whole(e.reads)
                 self._equations.append(e)
             # else it is put together when it is read
 
@@ -223,14 +248,13 @@ class _New:
     def _in_blocks(self, cutting: Blocks) -> None:
         stretch = cutting.stretch
         self._whole(stretch.entering)
-        key = self._key(stretch, cutting.size, cutting.materialized)
-        if key not in self._known:
-            self._known[key] = parts.in_blocks(
-                self._flat, stretch, cutting.size, cutting.materialized
-            )
+        how = stretch, cutting.size, cutting.materialized
+        origins = (self._flat.equations[i].origin for i in stretch.equations)
+        make = functools.partial(parts.in_blocks, self._flat, *how)
+        origin = self._made.get(self._key(*how), origins, make)
         calls = parts.lead_equation(self._flat, stretch).within
         self._equations.append(
-            Equation(self._known[key], stretch.entering, stretch.leaving, calls, ours=True)
+            Equation(origin, stretch.entering, stretch.leaving, calls, ours=True)
         )
 
     def _key(self, stretch: Stretch, size: int, materialized: Materialized) -> Any:
@@ -248,10 +272,12 @@ class _New:
             written = tuple(numbers.setdefault(v, len(numbers)) for v in e.outputs)
             equations.append((id(e.origin), read, written, i in stretch.working))
         dims = tuple(sorted((numbers[v], dim) for v, dim in stretch.dims.items()))
+        at = {i: place for place, i in enumerate(stretch.equations)}
+        uses = tuple(sorted((at[i], p, dim) for (i, p), dim in stretch.uses.items()))
         entering = tuple(numbers[v] for v in stretch.entering)
         leaving = tuple(numbers[v] for v in stretch.leaving)
         written = tuple(sorted(numbers[v] for v in materialized.values))
-        of_ends = dims, entering, leaving
+        of_ends = dims, uses, entering, leaving
         return tuple(equations), *of_ends, size, written, materialized.blocks
 
     # -- tasks -------------------------------------------------------------------------
@@ -268,7 +294,7 @@ class _New:
         loops = (cutting.stretch.passes(flat, cutting.kept) for cutting in abreast)
         for loop in zip(*loops, strict=True):
             for i in itertools.chain(*(each.once for each in loop)):
-                self._whole(read_by(flat.equations[i]))
+                self._whole(flat.equations[i].reads)
                 self._equations.append(flat.equations[i])
             sofar: dict[int, int] = {}
             for low in self._there_and_back(abreast[0]):
@@ -406,9 +432,8 @@ class _New:
             shapes = [stretch.shape(flat, v, length) for v in e.outputs]
             along = stretch.along(flat, i, low, length)
             key = (id(e.origin), along, tuple(types), tuple(shapes))
-            if key not in self._known:
-                self._known[key] = parts.on_part(e, types, shapes, along)
-            closed = self._known[key]
+            make = functools.partial(parts.on_part, e, types, shapes, along)
+            closed = self._made.get(key, [e.origin], make)
             outputs = [self._value(Type.of(v.aval)) for v in closed.jaxpr.outvars]
             self._ours(closed, (Constant.position(low), *inputs), outputs, e.within)
             of_part.update(zip(e.outputs, outputs, strict=True))
@@ -420,7 +445,7 @@ class _New:
         made: dict[int, dict[int, int]] = {}
         for each in stretch.passes(flat):
             for i in each.once:
-                self._whole(read_by(flat.equations[i]))
+                self._whole(flat.equations[i].reads)
                 self._equations.append(flat.equations[i])
             sofar: dict[int, int] = {}
             for number in range(cutting.count):
@@ -508,9 +533,8 @@ class _New:
         ]
         along = axis.along(*step.span)
         key = (id(e.origin), axis.label, along, tuple(types), tuple(shapes))
-        if key not in self._known:
-            self._known[key] = axis.on_part(types, shapes, along)
-        closed, by_position = self._known[key]
+        make = functools.partial(axis.on_part, types, shapes, along)
+        closed, by_position = self._made.get(key, [e.origin], make)
         outputs = [self._value(Type.of(v.aval)) for v in closed.jaxpr.outvars]
         first = (Constant.position(step.span[0]),) if by_position else ()
         self._ours(closed, (*first, *inputs), outputs, e.within)

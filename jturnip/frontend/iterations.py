@@ -28,7 +28,7 @@ from jturnip.frontend.loops import loop_counts, scanned
 from jturnip.frontend.results import live
 from jturnip.frontend.rules import SAME, Along, Rule, without
 from jturnip.frontend.sets import Joined
-from jturnip.frontend.values import Constant, Equation, FlatJaxpr, Type, bind, read_by
+from jturnip.frontend.values import Constant, Equation, FlatJaxpr, Type, bind
 
 
 # What is done again for every part may be this share of the work.
@@ -274,7 +274,7 @@ def _sums(
         for e, how in zip(flat.equations, hows, strict=True):
             if how is not None:
                 sums.update(v for v, h in zip(e.outputs, how, strict=False) if h == "add")
-            elif not sums.isdisjoint(read_by(e)):
+            elif not sums.isdisjoint(e.reads):
                 sums.update(e.outputs)
         sums.update(v for v, handed_on in carried if handed_on in sums)
         if len(sums) == before:
@@ -285,7 +285,7 @@ def _sums(
     for e, how in zip(flat.equations, hows, strict=True):
         if how is None and not _is_linear(e, sums, numbers, flat):
             return None
-        if how is not None and not sums.isdisjoint(read_by(e)):
+        if how is not None and not sums.isdisjoint(e.reads):
             return None
     return frozenset(sums)
 
@@ -294,7 +294,7 @@ def _same_numbers(flat: FlatJaxpr, consts: int) -> frozenset[int]:
     """Numbers that are the same in all iterations, and what is made of nothing else."""
     found = {v for v in flat.inputs[:consts] if not flat.types[v].shape}
     for e in flat.equations:
-        if found.issuperset(read_by(e)):
+        if found.issuperset(e.reads):
             found.update(e.outputs)
     return frozenset(found)
 
@@ -409,7 +409,7 @@ def _while(
     def made(outputs: tuple[int, ...]) -> tuple[Any, list[Any]]:
         """What gives some values of an iteration, and which constants it reads."""
         flat = live(dataclasses.replace(iteration.flat, outputs=outputs))
-        read = {*outputs, *(v for e in flat.equations for v in read_by(e))}
+        read = {*outputs, *(v for e in flat.equations for v in e.reads)}
         which = [v in read for v in flat.inputs[: len(consts)]]
         part = dataclasses.replace(iteration, flat=flat)
 

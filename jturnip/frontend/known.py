@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from jturnip.frontend.hints import CALLS_OUT, nested
-from jturnip.frontend.values import Atom, Constant, Equation, FlatJaxpr, carry_out, read_by
+from jturnip.frontend.values import Atom, Constant, Equation, FlatJaxpr, carry_out
 
 
 # The numbers of more positions than so many, or made by more equations, are not looked at.
@@ -37,7 +37,7 @@ def known(
             return None
         steps.pop(id(e), None)  # what reads it may have come after it
         steps[id(e)] = e
-        agenda += read_by(e)
+        agenda += e.reads
     values: dict[int, np.ndarray] = {}
     with jax.ensure_compile_time_eval():
         carry_out([*reversed(steps.values())], values)

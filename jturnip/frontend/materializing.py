@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from jturnip.frontend.costs import HEAVY, DeviceRates
-from jturnip.frontend.stretches import Pass, Stretch
-from jturnip.frontend.values import FlatJaxpr, read_by
+from jturnip.frontend.stretches import Pass, Stretch, Stretches
+from jturnip.frontend.values import FlatJaxpr
 
 
 # What is saved is at least so many times what it takes to write down and read: both are
@@ -78,25 +78,27 @@ class Kept:
         return self.saved_seconds - _WORTH * nbytes / rates.bytes_per_second
 
 
-def worth_keeping(flat: FlatJaxpr, stretch: Stretch, rates: DeviceRates) -> Kept | None:
+def worth_keeping(
+    stretches: Stretches, stretch: Stretch, rates: DeviceRates
+) -> Kept | None:
     """What the later loops of a stretch had better not make anew, if anything is."""
-    anew = _computing(flat, stretch.passes(flat), rates)
-    return _best_kept(flat, stretch, rates, anew)
+    anew = _computing(stretches, stretch.passes(stretches.flat), rates)
+    return _best_kept(stretches, stretch, rates, anew)
 
 
 def made_again(
-    flat: FlatJaxpr, stretch: Stretch, rates: DeviceRates, share: float = 1.0
+    stretches: Stretches, stretch: Stretch, rates: DeviceRates, share: float = 1.0
 ) -> Again:
     """What a stretch in blocks makes anew that is best kept.
 
     Args:
-      flat: the function.
-      stretch: a stretch of it.
+      stretches: of a function.
+      stretch: one of them.
       rates: what the device is expected to do.
       share: of how much of its blocks nothing is written down.
     """
-    anew = _computing(flat, stretch.passes(flat), rates)
-    kept = _best_kept(flat, stretch, rates, anew)
+    anew = _computing(stretches, stretch.passes(stretches.flat), rates)
+    kept = _best_kept(stretches, stretch, rates, anew)
     if kept is None:
         return Again(anew, 0.0, 0, 0)
     return Again(
@@ -108,21 +110,21 @@ def made_again(
 
 
 def worth_materializing(
-    flat: FlatJaxpr, stretch: Stretch, size: int, free: int, rates: DeviceRates
+    stretches: Stretches, stretch: Stretch, size: int, free: int, rates: DeviceRates
 ) -> Materialized | None:
     """What is best written down of a stretch in blocks, if anything is.
 
     Args:
-      flat: the function.
-      stretch: a stretch of it.
+      stretches: of a function.
+      stretch: one of them.
       size: positions of a block.
       free: bytes for what is written down.
       rates: what the device is expected to do.
     """
     count = stretch.length // size
-    anew = _computing(flat, stretch.passes(flat), rates)
+    anew = _computing(stretches, stretch.passes(stretches.flat), rates)
     best, most = None, _LEAST_SAVED * anew * count
-    for kept in _may_be_kept(flat, stretch, rates, anew):
+    for kept in _may_be_kept(stretches, stretch, rates, anew):
         blocks = min(count, free * stretch.length // (kept.written_bytes * size))
         gained = kept.gained_seconds(rates) * blocks
         if blocks >= _LEAST_BLOCKS * count and gained > most:
@@ -131,22 +133,23 @@ def worth_materializing(
 
 
 def _best_kept(
-    flat: FlatJaxpr, stretch: Stretch, rates: DeviceRates, anew: float
+    stretches: Stretches, stretch: Stretch, rates: DeviceRates, anew: float
 ) -> Kept | None:
     gained = lambda kept: kept.gained_seconds(rates)
-    best = max(_may_be_kept(flat, stretch, rates, anew), key=gained, default=None)
+    best = max(_may_be_kept(stretches, stretch, rates, anew), key=gained, default=None)
     return best if best is not None and gained(best) > _LEAST_SAVED * anew else None
 
 
 def _may_be_kept(
-    flat: FlatJaxpr, stretch: Stretch, rates: DeviceRates, anew: float
+    stretches: Stretches, stretch: Stretch, rates: DeviceRates, anew: float
 ) -> Iterator[Kept]:
     """What a stretch may keep that takes so many seconds where all is made anew."""
+    flat = stretches.flat
     if stretch.loops * len(stretch.equations) > _MOST_EQUATIONS:
         return
     for values in _sets(flat, stretch):
         passes = list(stretch.passes(flat, values))
-        saved = anew - _computing(flat, passes, rates)
+        saved = anew - _computing(stretches, passes, rates)
         written = sum(flat.types[v].nbytes for v in values)
         yield Kept(values, saved, written, _read_bytes(flat, passes, values))
 
@@ -159,7 +162,7 @@ def _sets(flat: FlatJaxpr, stretch: Stretch) -> Iterator[frozenset[int]]:
     crossing = {
         v
         for i in stretch.working
-        for v in inside.intersection(read_by(flat.equations[i]))
+        for v in inside.intersection(flat.equations[i].reads)
         if stretch.loop[i] > loop[v]
     }
     largest = sorted(crossing, key=lambda v: (-flat.types[v].nbytes, v))[:_MOST_VALUES]
@@ -175,12 +178,12 @@ def _read_bytes(flat: FlatJaxpr, passes: Iterable[Pass], values: frozenset[int])
     for each in passes:
         equations = [flat.equations[i] for i in each.steps]
         made = {v for e in equations for v in e.outputs}
-        read = {v for e in equations for v in read_by(e)} - made
+        read = {v for e in equations for v in e.reads} - made
         nbytes += sum(flat.types[v].nbytes for v in values & read)
     return nbytes
 
 
-def _computing(flat: FlatJaxpr, passes: Iterable[Pass], rates: DeviceRates) -> float:
+def _computing(stretches: Stretches, passes: Iterable[Pass], rates: DeviceRates) -> float:
     """Seconds that passes take by their arithmetic."""
-    origins = (flat.equations[i].origin for each in passes for i in each.steps)
-    return sum(map(rates.computing, origins))
+    seconds = stretches.computing(rates)
+    return sum(seconds[i] for each in passes for i in each.steps)

@@ -39,7 +39,7 @@ def merged(flat: FlatJaxpr) -> FlatJaxpr:
         first = _first_like(e, number, alike)
         same = dict(zip(e.outputs, first.outputs, strict=True)) if first else {}
         number.update(same)
-        values = [v for v in e.inputs if not isinstance(v, Constant)]
+        values = e.reads
         little = sum(quick.get(v, nbytes[v]) for v in values)
         is_quick = all(v in quick for v in values) or little < sum(
             nbytes[v] for v in e.outputs

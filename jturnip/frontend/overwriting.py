@@ -20,7 +20,6 @@ from jturnip.frontend.values import (
     Type,
     is_key,
     is_packed,
-    read_by,
 )
 
 
@@ -101,7 +100,7 @@ class _Reader:
         self._outputs = frozenset(group.outputs)
         self._readers: dict[int, list[int]] = {}
         for i in group.equations:
-            for v in read_by(flat.equations[i]):
+            for v in flat.equations[i].reads:
                 self._readers.setdefault(v, []).append(i)
 
     def reached_in_place(self, v: int) -> dict[int, int]:

@@ -30,7 +30,6 @@ from jturnip.frontend.values import (
     Type,
     bind,
     carry_out,
-    read_by,
 )
 
 
@@ -85,7 +84,7 @@ class _Making:
     def of(cls, flat: FlatJaxpr, steps: Sequence[int]) -> "_Making":
         equations = tuple(flat.equations[i] for i in steps)
         written = {v for e in equations for v in e.outputs}
-        needed = {v: None for e in equations for v in read_by(e) if v not in written}
+        needed = {v: None for e in equations for v in e.reads if v not in written}
         return cls(equations, tuple(needed))
 
 

@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 from collections.abc import Collection, Mapping
 
-from jturnip.frontend.values import Constant, Equation, FlatJaxpr, Slice, Window, read_by
+from jturnip.frontend.values import Constant, Equation, FlatJaxpr, Slice, Window
 
 
 def sliced_on_host(
@@ -30,7 +30,7 @@ def sliced_on_host(
         if results.isdisjoint(e.outputs) and (window := _window(e)) is not None
     }
     others = (e for i, e in enumerate(flat.equations) if i not in taken)
-    sources = frozenset(hosted).difference(results, *map(read_by, others))
+    sources = frozenset(hosted).difference(results, *(e.reads for e in others))
     if not overlapping:
         sources -= _read_twice(flat, taken)
     slices = {(s.source, s.window): s for s in flat.slices}
@@ -60,7 +60,7 @@ def _read_twice(flat: FlatJaxpr, taken: Mapping[int, Window]) -> set[int]:
     """Values of which some positions are in several parts; the same part is one."""
     windows: dict[int, set[Window]] = {}
     for i, window in taken.items():
-        (source,) = read_by(flat.equations[i])
+        (source,) = flat.equations[i].reads
         windows.setdefault(source, set()).add(window)
     return {
         v

@@ -8,15 +8,23 @@ value whole reads it whole, before or after.
 import collections
 import heapq
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Container,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from jturnip.frontend.costs import HEAVY, REDUCTIONS, has_one_of
+from jturnip.frontend.costs import HEAVY, REDUCTIONS, DeviceRates, has_one_of
 from jturnip.frontend.memory_model import inner_bytes
 from jturnip.frontend.rules import Along, Halo, Rule
 from jturnip.frontend.sets import Joined
-from jturnip.frontend.values import Constant, Equation, FlatJaxpr, read_by
+from jturnip.frontend.values import Constant, Equation, FlatJaxpr, touched
 
 
 # A stretch has so many ends at most, found one after the other.
@@ -25,6 +33,8 @@ _MOST_ENDS = 8
 # stretch, what is a larger share of its largest value.
 _MOST_SEEDS = 64
 _SMALL_BESIDE = 16
+
+Some = TypeVar("Some")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +75,8 @@ class Stretch:
     @property
     def key(self) -> Any:
         """The same for the same stretch of the same function."""
-        return self.equations, self.length, tuple(sorted(self.dims.items()))
+        cut = tuple(sorted(self.dims.items())), tuple(sorted(self.uses.items()))
+        return self.equations, self.length, *cut
 
     @property
     def loops(self) -> int:
@@ -76,8 +87,13 @@ class Stretch:
         """What is done for each part, loop by loop. What a later loop needs of a part that
         does not leave it does anew, but for values that are written down for it."""
         there = set(self.entering)
+        in_loop: dict[int, list[int]] = {}
+        for i in self.equations:
+            in_loop.setdefault(self.loop[i], []).append(i)
+        makes = {v: i for i in self.working for v in flat.equations[i].outputs}
+        ends = {*self.leaving, *materialized}
         for number in range(self.loops):
-            mine = [i for i in self.equations if self.loop[i] == number]
+            mine = in_loop.get(number, ())
             once = tuple(i for i in mine if i not in self.working)
             there.update(v for i in once for v in flat.equations[i].outputs)
             wanted = tuple(
@@ -85,24 +101,10 @@ class Stretch:
                 for i in mine
                 if i in self.working
                 for v in flat.equations[i].outputs
-                if v in self.reduced
-                or (v in self.dims and (v in self.leaving or v in materialized))
+                if v in self.reduced or (v in self.dims and v in ends)
             )
-            yield Pass(once, self._steps(flat, wanted, there), wanted)
+            yield Pass(once, _steps(flat, makes, wanted, there), wanted)
             there.update(wanted)
-
-    def _steps(
-        self, flat: FlatJaxpr, wanted: Collection[int], there: Collection[int]
-    ) -> tuple[int, ...]:
-        """The equations that make a part of some values, of what is there."""
-        needed = set(wanted)
-        steps = []
-        for i in reversed(self.equations):
-            e = flat.equations[i]
-            if i in self.working and needed.intersection(e.outputs):
-                steps.append(i)
-                needed.update(v for v in read_by(e) if v not in there)
-        return tuple(reversed(steps))
 
     def one_after_the_other(
         self, flat: FlatJaxpr, names: frozenset[str], materialized: Collection[int] = ()
@@ -117,7 +119,7 @@ class Stretch:
             after: dict[int, frozenset[int]] = {}  # value → those of them that it needs
             for i in each.steps:
                 e = flat.equations[i]
-                needs = frozenset[int]().union(*(after.get(v, ()) for v in read_by(e)))
+                needs = frozenset[int]().union(*(after.get(v, ()) for v in e.reads))
                 if i in alone:
                     if needs != before:
                         return False
@@ -166,34 +168,16 @@ class Stretch:
             return shape
         return (*shape[:dim], length * self.scale(flat, v, dim), *shape[dim + 1 :])
 
-    def widest_bytes(self, flat: FlatJaxpr, fused: bool = False) -> int:
-        """Bytes of what is cut and never leaves, at the equation where that is most; if it
-        is to be `fused`, of what XLA is sure to write down only, beside what enters and
-        leaves in parts."""
-        nbytes = lambda values: sum(flat.types[v].nbytes for v in values)
-        inner = set(self.dims).difference(self.entering, self.leaving)
-        ends = 0
-        if fused:
-            inner -= self._fused(flat)
-            entering = self.read_in_parts(flat).intersection(self.entering)
-            ends = nbytes(entering | (self.dims.keys() & {*self.leaving}))
-
-        def held(e: Equation) -> int:
-            values = inner.intersection((*read_by(e), *e.outputs))
-            return nbytes(values) + inner_bytes(e.origin)
-
-        return ends + max(held(flat.equations[i]) for i in self.working)
-
     def read_in_parts(self, flat: FlatJaxpr) -> set[int]:
         """What its equations read in parts."""
         read = (flat.equations[i].inputs[at] for i, at in self.uses)
         return {v for v in read if not isinstance(v, Constant)}
 
-    def _fused(self, flat: FlatJaxpr) -> set[int]:
+    def fused(self, flat: FlatJaxpr) -> set[int]:
         """What is made element by element for one equation, which does with it what it may
         do while it is made."""
         readers = collections.Counter(
-            v for i in self.equations for v in read_by(flat.equations[i])
+            v for i in self.equations for v in flat.equations[i].reads
         )
         never = HEAVY | REDUCTIONS
         light = {
@@ -204,7 +188,29 @@ class Stretch:
             if readers[v] == 1
         }
         heavy = (i for i in self.equations if flat.equations[i].name in HEAVY)
-        return light.difference(*(read_by(flat.equations[i]) for i in heavy))
+        return light.difference(*(flat.equations[i].reads for i in heavy))
+
+
+def _of_each(flat: FlatJaxpr, asked: Callable[[Any], Some]) -> list[Some]:
+    """What is asked of the origin of each equation: once where parts share it."""
+    origins = {id(e.origin): e.origin for e in flat.equations}
+    answers = {key: asked(origin) for key, origin in origins.items()}
+    return [answers[id(e.origin)] for e in flat.equations]
+
+
+def _steps(
+    flat: FlatJaxpr, makes: Mapping[int, int], wanted: Iterable[int], there: Container[int]
+) -> tuple[int, ...]:
+    """The equations that make some values, of what is there; `makes` has for each value
+    that is made in parts its equation."""
+    steps: set[int] = set()
+    agenda = list(wanted)
+    while agenda:
+        i = makes.get(agenda.pop())
+        if i is not None and i not in steps:
+            steps.add(i)
+            agenda += (v for v in flat.equations[i].reads if v not in there)
+    return tuple(sorted(steps))
 
 
 def _sides(e: Equation, rule: Rule) -> Iterator[tuple[int, tuple[int | None, ...]]]:
@@ -231,17 +237,17 @@ class Stretches:
         self._rules = of_equation
         self.results = frozenset(flat.result_values)
         # Bytes that each equation holds beside what it reads and writes.
-        self.inner = [inner_bytes(e.origin) for e in flat.equations]
+        self.inner = _of_each(flat, inner_bytes)
         # How large its values are, and what its equations hold, in order.
         self.sizes = sorted({*(t.nbytes for t in flat.types), *self.inner})
         self.writer = {v: i for i, e in enumerate(flat.equations) for v in e.outputs}
         self.readers: dict[int, list[int]] = {}
         for i, e in enumerate(flat.equations):
-            for v in read_by(e):
+            for v in e.reads:
                 self.readers.setdefault(v, []).append(i)
         # Of every equation, those that write what it reads, and read what it writes.
         self._writers_for = [
-            frozenset(self.writer[v] for v in read_by(e) if v in self.writer)
+            frozenset(self.writer[v] for v in e.reads if v in self.writer)
             for e in flat.equations
         ]
         self._readers_of = [
@@ -252,9 +258,35 @@ class Stretches:
             () if rule is None else tuple(_sides(e, rule))
             for e, rule in zip(flat.equations, of_equation, strict=True)
         ]
+        self._computing: dict[DeviceRates, Sequence[float]] = {}
         # What was found before: it depends on nothing but what is asked.
         self._sets: dict[tuple[tuple[int, ...], int], list[list[int]]] = {}
         self._stretches: dict[tuple[tuple[int, ...], int, int], Stretch | None] = {}
+
+    def computing(self, rates: DeviceRates) -> Sequence[float]:
+        """Seconds that each equation takes by its arithmetic."""
+        if rates not in self._computing:
+            self._computing[rates] = _of_each(self.flat, rates.computing)
+        return self._computing[rates]
+
+    def widest_bytes(self, stretch: Stretch, fused: bool = False) -> int:
+        """Bytes of what of a stretch is cut and never leaves, at the equation where that is
+        most; if it is to be `fused`, of what XLA is sure to write down only, beside what
+        enters and leaves in parts."""
+        flat, types = self.flat, self.flat.types
+        inner = set(stretch.dims).difference(stretch.entering, stretch.leaving)
+        ends = 0
+        if fused:
+            inner -= stretch.fused(flat)
+            entering = stretch.read_in_parts(flat).intersection(stretch.entering)
+            there = entering | (stretch.dims.keys() & {*stretch.leaving})
+            ends = sum(types[v].nbytes for v in there)
+
+        def held(i: int) -> int:
+            values = inner.intersection(touched(flat.equations[i]))
+            return sum(types[v].nbytes for v in values) + self.inner[i]
+
+        return ends + max(map(held, stretch.working))
 
     def ruled(self) -> list[int]:
         """The equations that have a rule."""
@@ -287,7 +319,7 @@ class Stretches:
         joined = Joined[int]()
         for i in sorted(among):
             e = self.flat.equations[i]
-            values = *read_by(e), *e.outputs
+            values = *e.reads, *e.outputs
             if self.inner[i] > least or any(types[v].nbytes > least for v in values):
                 joined.find(i)
             for v in e.outputs:
@@ -316,10 +348,10 @@ class Stretches:
         To do that anew for each part is little work; to hold it is much.
         """
         types, found = self.flat.types, set(members)
-        read = {v for i in members for v in read_by(self.flat.equations[i])}
+        read = {v for i in members for v in self.flat.equations[i].reads}
         for v in sorted(read, key=lambda v: (-types[v].nbytes, v)):
             made = self._made_only_for(v, found, among)
-            needed = {x for i in made for x in read_by(self.flat.equations[i])}
+            needed = {x for i in made for x in self.flat.equations[i].reads}
             needed = {x for x in needed if self.writer.get(x) not in made}
             if made and sum(types[x].nbytes for x in needed) < types[v].nbytes:
                 found |= made
@@ -342,7 +374,7 @@ class Stretches:
                 and outside <= readers | found
             ):
                 found.add(i)
-                for x in read_by(e):
+                for x in e.reads:
                     heapq.heappush(agenda, -self.writer.get(x, -1))
         return found
 
@@ -437,7 +469,7 @@ class Stretches:
     def _ends(self, i: int, cut: Collection[int]) -> bool:
         """Whether an equation that is not done in parts cannot stand in a stretch."""
         e = self.flat.equations[i]
-        return e.effects or e.driven or any(v in cut for v in read_by(e))
+        return e.effects or e.driven or any(v in cut for v in e.reads)
 
     def _one_side(
         self, members: Sequence[int], ends: Sequence[int], value: int
@@ -451,7 +483,7 @@ class Stretches:
         there = [
             side
             for side in sides
-            if any(value in (*read_by(equations[i]), *equations[i].outputs) for i in side)
+            if any(value in (*equations[i].reads, *equations[i].outputs) for i in side)
         ]
         return max(there, key=self._written_bytes, default=[])
 
@@ -543,7 +575,7 @@ class Stretches:
         lengths: set[int] = set()
         for i in equations:
             e, rule = flat.equations[i], self._rules[i]
-            writers = {self.writer.get(v) for v in read_by(e)} & inside
+            writers = {self.writer.get(v) for v in e.reads} & inside
             loop[i] = max(
                 (loop[w] + (w in reducing) for w in writers if w is not None), default=0
             )
@@ -562,7 +594,7 @@ class Stretches:
                 if label in each and not isinstance(v, Constant):
                     uses[i, position] = each.index(label)
             lengths.update(flat.types[v].shape[dim] for v, dim in self._labelled(i, label))
-        entering = {v for i in equations for v in read_by(flat.equations[i])}
+        entering = {v for i in equations for v in flat.equations[i].reads}
         leaving = [
             v
             for i in equations

@@ -28,7 +28,6 @@ from jturnip.frontend.values import (
     Equation,
     FlatJaxpr,
     nbytes_of,
-    read_by,
     touched,
 )
 
@@ -368,7 +367,7 @@ class _Work:
         ends: dict[int, int] = {v: len(tile.steps) for v in tile.wanted}
         nbytes: collections.Counter[int] = collections.Counter()
         equations = [self._flat.equations[step.equation] for step in tile.steps]
-        readers = collections.Counter(v for e in equations for v in read_by(e))
+        readers = collections.Counter(v for e in equations for v in e.reads)
         for (v, dim), spans in tile.read.items():
             nbytes[v] += sum(self._bytes(v, Extent(dim, *span)) for span in spans)
         for at, step in reversed([*enumerate(tile.steps)]):
@@ -380,7 +379,7 @@ class _Work:
             if e.name == _BARRIER:  # the same bytes as what it reads, where that has some
                 virtual = not fused
             end = max([at, *(ends[v] for v in e.outputs if virtual and v in ends)])
-            for v in read_by(e):
+            for v in e.reads:
                 ends[v] = max(ends.get(v, 0), end)
                 begins[v] = min(begins.get(v, at), at)
             for v, extent in self._written(step):

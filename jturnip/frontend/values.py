@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -115,6 +115,12 @@ class Equation:
     # Whether it is a loop or a branch that is too large for a task: what it calls is
     # planned by itself, and it is driven from outside.
     driven: bool = False
+    # The values that it reads; not the numbers written in it.
+    reads: tuple[int, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        reads = tuple(v for v in self.inputs if not isinstance(v, Constant))
+        object.__setattr__(self, "reads", reads)
 
     @property
     def source(self) -> str:
@@ -145,14 +151,9 @@ class Equation:
         return bind(self.origin, operands)
 
 
-def read_by(e: Equation) -> Iterator[int]:
-    """The values that an equation reads; not the numbers written in it."""
-    return (v for v in e.inputs if not isinstance(v, Constant))
-
-
 def touched(e: Equation) -> set[int]:
     """What an equation reads and writes."""
-    return {*read_by(e), *e.outputs}
+    return {*e.reads, *e.outputs}
 
 
 def is_key(dtype: Any) -> bool:

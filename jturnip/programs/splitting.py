@@ -12,7 +12,7 @@ from jturnip.compiler.report import Spent
 from jturnip.errors import DoesNotFit
 from jturnip.frontend.overwriting import with_overwriting
 from jturnip.frontend.partition import Group, Partitioner
-from jturnip.frontend.values import FlatJaxpr, read_by
+from jturnip.frontend.values import FlatJaxpr
 from jturnip.graph.taskgraph import BufferId, Place, Task, TaskGraph
 from jturnip.placement import Arguments, Budget, Whose
 from jturnip.planner.planner import (
@@ -160,7 +160,7 @@ def refuse_alone(flat: FlatJaxpr, setting: Setting, among: Collection[int]) -> N
     made = {v for e in flat.equations for v in e.outputs}
     for group, task in zip(alone, graph.tasks, strict=True):
         e = partitioner.only(group)
-        of_others = made.intersection(read_by(flat.equations[e]))
+        of_others = made.intersection(flat.equations[e].reads)
         hidden = sum(padded(flat.types[v].nbytes) for v in of_others)
         _, least = partitioner.neediest(group, task_bytes(graph, task))
         if least - hidden > free:

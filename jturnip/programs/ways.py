@@ -98,9 +98,10 @@ def in_fastest_way(flat: FlatJaxpr, setting: Setting, to_host: Collection[int]) 
     splitting.refuse_alone(flat, setting, _uncut_loops(flat, setting))
     compared = _Compared(flat, make, how.any_plan)
     if places.bytes_at_start(flat, setting.arguments) <= setting.arena:
-        compared.look(_ways(flat, setting))
+        ways = functools.partial(_ways, flat, setting, compared.most_equations)
+        compared.look(ways())
         if compared.found and not how.any_plan:
-            ways = functools.partial(_ways, flat, setting, anew=False)
+            ways = functools.partial(ways, anew=False)
             compared.look_to_keep(ways, setting.link)
     if compared.found:
         made = compared.best
@@ -228,6 +229,8 @@ class _Compared:
     # Whether any plan will do.
     any_plan: bool
     found: list[Straight] = field(default_factory=list)
+    # Those of `found` that the last look found.
+    new: list[Straight] = field(default_factory=list)
     refusals: list[DoesNotFit] = field(default_factory=list)
     # Those of which something was found.
     fit: list[Ways] = field(default_factory=list)
@@ -239,30 +242,35 @@ class _Compared:
         """The fastest of what was found."""
         return _fastest(self.found)
 
+    def most_equations(self) -> float:
+        """How many a way may have that is compared with those found."""
+        new = [_TIMES_FEWEST * len(made.flat.equations) for made in self.new]
+        return min([*new, _MOST_KEPT] if self.gains else new, default=math.inf)
+
     def look(self, ways: Iterator[Ways], most: float = 0.0) -> None:
         """Makes some of these until one moves little, or takes no more than so many
         seconds, or enough is known."""
-        found: list[Straight] = []
+        self.new = new = []
         looked, since = 0, 0
         for together in ways:
-            since += bool(found)
-            if found and (together.doubtful or since > _MOST_WAYS):
+            since += bool(new)
+            if new and (together.doubtful or since > _MOST_WAYS):
                 break
-            fit = self._of(together.cut, found)
+            fit = self._of(together)
             if not fit:
                 continue
             looked += fit
-            self.fit.append(together)
-            tasks = sum(len(made.split.graph.tasks) for made in found)
+            if together.cut:
+                self.fit.append(together)
+            tasks = sum(len(made.split.graph.tasks) for made in new)
             enough = self.any_plan or looked >= _SOME_WAYS or tasks > _SOME_TASKS
             # What is kept is waited for, or it is best not made anew.
-            enough |= together.keeps and bool(found) and not _waits(_fastest(found))
+            enough |= together.keeps and bool(new) and not _waits(_fastest(new))
             if enough or any(
                 made.plan.predicted_seconds <= most or moves_little(made.plan, self.flat)
-                for made in found
+                for made in new
             ):
                 break
-        self.found += found
 
     def look_to_keep(self, ways: Callable[..., Iterator[Ways]], link: Link) -> None:
         """Makes some in which what is made anew in those found is kept, if that may be
@@ -281,43 +289,43 @@ class _Compared:
         elif any(each.anew for each in self.fit):
             self.look(ways())
 
-    def _of(self, ways: Sequence[FlatJaxpr], found: list[Straight]) -> int:
-        """Makes those that may be faster than what was found, which grows; how many fit, or
-        need too many executables."""
-        count = 0
-        for cut in ways:
-            fewest = min((len(made.flat.equations) for made in found), default=math.inf)
+    def _of(self, together: Ways) -> int:
+        """Makes those of some ways that may be faster than what was found, which grows; how
+        many fit, or need too many executables."""
+        count = together.left_out if self.gains else 0
+        for cut in together.cut:
             if self.any_plan and count:
                 break
-            if len(cut.equations) > _TIMES_FEWEST * fewest:
+            many = len(cut.equations) > self.most_equations()
+            if many and not self.gains:
                 continue
-            most = self._most_executables(found, cut)
+            most = 0 if many else self._most_executables(cut)
             if not most:
                 count += 1
                 continue
             try:
-                found.append(self.make(cut, most))
+                made = self.make(cut, most)
             except DoesNotFit as error:
                 self.refusals.append(error.with_traceback(None))
             except PlanningError:
-                if not (self.found or found):
+                if not self.found:
                     raise
             except TooManyTasks:
                 count += 1
             else:
+                self.found.append(made)
+                self.new.append(made)
                 count += 1
         return count
 
-    def _most_executables(self, found: Sequence[Straight], cut: FlatJaxpr) -> float:
+    def _most_executables(self, cut: FlatJaxpr) -> float:
         """How many executables may be compiled for another way than those found."""
-        both = [*self.found, *found]
-        if not both:
+        if not self.found:
             return math.inf
         if self.gains:
-            known = [len(made.flat.equations) for made in both]
-            many = len(cut.equations) > _MOST_KEPT or len(cut.equations) in known
-            return 0 if many else math.inf
-        best = _fastest(both)
+            known = [len(made.flat.equations) for made in self.found]
+            return 0 if len(cut.equations) in known else math.inf
+        best = self.best
         if _has_much_to_gain(best):
             return math.inf
         if len(cut.equations) == len(best.flat.equations):
@@ -414,7 +422,11 @@ def _bytes_of_ends(flat: FlatJaxpr) -> int:
 
 
 def _ways(
-    flat: FlatJaxpr, setting: Setting, anew: bool = True, keep: bool = False
+    flat: FlatJaxpr,
+    setting: Setting,
+    most_equations: Callable[[], float] = lambda: math.inf,
+    anew: bool = True,
+    keep: bool = False,
 ) -> Iterator[Ways]:
     return cut_along_axes(
         flat,
@@ -426,4 +438,5 @@ def _ways(
         anew,
         setting.how.effort,
         keep,
+        most_equations,
     )

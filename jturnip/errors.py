@@ -39,12 +39,14 @@ class DoesNotFit(PlanningError):
       needed_bytes: a `gpu_bytes` that works, in bytes, and at most what XLA needs for the
         whole function; `lowered.minimum_gpu_bytes` looks for the least.
       gpu_bytes: what was asked for, in bytes.
+      task: what the task that needs most is there for, if one is in the way.
     """
 
-    def __init__(self, message: str, *, needed_bytes: int, gpu_bytes: int):
+    def __init__(self, message: str, *, needed_bytes: int, gpu_bytes: int, task: str = ""):
         super().__init__(message)
         self.needed_bytes = needed_bytes
         self.gpu_bytes = gpu_bytes
+        self.task = task
 
     def __reduce__(self) -> Any:
         kept = {**self.__dict__}

@@ -13,7 +13,7 @@ import collections
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from jturnip.frontend.anew import Large, made_anew
 from jturnip.frontend.axes import Known, rules
 from jturnip.frontend.choosing import Room, Search, Where as Where, cut_once
 from jturnip.frontend.costs import DeviceRates, slow_in_loops
-from jturnip.frontend.effort import Effort
+from jturnip.frontend.effort import Effort, Sofar
 from jturnip.frontend.materializing import Again
 from jturnip.frontend.repeats import repeated
 from jturnip.frontend.rules import Rule
@@ -65,6 +65,10 @@ _TRIES = (
     (2, 2, 1, True, True),
     (2, 2, 1, True, False),
 )
+# Where blocks need so many times what there is by XLA's figures, smaller ones are tried
+# before those of other stretches: of 12 such, one would have fitted.
+_TOO_LARGE_BLOCKS = 1.1
+_MOST_AT_ONCE = max(at_once for _, at_once, *_ in _TRIES)
 # The shares for what is between stretches and stays apart: what is small is in parts too.
 _SHARES_APART = (0.5, 0.125)
 # What takes this share of the budget is made anew for each stretch that reads it, where
@@ -116,7 +120,7 @@ def cut_along_axes(
     anew: bool = True,
     effort: Effort | None = None,
     keep: bool = False,
-    most_equations: Callable[[], float] = lambda: math.inf,
+    sofar: Sofar | None = None,
 ) -> Iterator[Ways]:
     """The function with its large stretches cut, in some ways that are worth trying; the
     doubtful ones last.
@@ -134,16 +138,16 @@ def cut_along_axes(
         once that is enough.
       keep: whether there are only ways in which what loops over blocks would make anew is
         kept, in parts.
-      most_equations: how many a function that is cut may have, to be looked at now.
+      sofar: what is found of them, by who makes tasks of each before asking for the next.
     """
-    effort = effort or Effort()
+    effort, sofar = effort or Effort(), sofar or Sofar()
     arena -= nbytes_of(flat, where.staying)
     known = Known()
     if arena <= 0:
         return
     flat = rows_as_blocks(repeated(flat, arena), arena)
     search = where, arena, rates, platform, keep
-    of_search = known, effort, most_equations
+    of_search = known, effort, sofar
     rest: list[Ways] = []
     for form in _together_and_apart(flat, where, arena, known):
         for ways in ways_in_tiles(form, where, arena, known):
@@ -220,14 +224,11 @@ def _in_some_ways(
     keep: bool,
     search: Search,
 ) -> Iterator[Ways]:
-    effort = search.effort
+    effort, sofar = search.effort, search.sofar
     slow = slow_in_loops(platform)
     seen: set[Any] = set()
     nothing_kept: set[Any] = set()
-
-    def fits(form: FlatJaxpr) -> bool:
-        much = effort.is_too_much_for(len(form.equations))
-        return not much and _may_fit(form, arena, where)
+    too_large: set[Any] = set()
 
     # All channels of images first: a part of these is little work for all that it reads.
     convolves = any(e.name == "conv_general_dilated" for e in flat.equations)
@@ -237,6 +238,8 @@ def _in_some_ways(
         if effort.is_enough:
             return
         if search.is_over(apart) or alike in nothing_kept:
+            continue
+        if (narrow, at_once) in too_large:
             continue
         kept = search.kept
         least = max(1, int(arena / tighter * share))
@@ -254,24 +257,48 @@ def _in_some_ways(
             rates=rates,
             where=where,
         )
-        forms: list[_Forms] = []
-        left_out = 0
-        for each in _fine_and_coarse(flat, room, eager, search):
-            if any(each.how) and each.how not in seen:
-                seen.add(each.how)
-                left_out += not each.forms
-                fit = tuple(filter(fits, each.forms))
-                forms.append(dataclasses.replace(each, forms=fit))
+        ways = _ways_in(flat, arena, room, eager, search, seen)
         if keeps and search.kept == kept:  # it would be the same again
             nothing_kept.add(alike)
-        forms = [each for each in forms if each.forms and not search.is_over(apart)]
-        if forms or left_out:
-            yield Ways(
-                tuple(form for each in forms for form in each.forms),
-                again=next((each.again for each in forms if each.again), None),
-                keeps=any(each.keeps for each in forms),
-                left_out=left_out,
-            )
+        if ways is not None:
+            sofar.times = 1.0
+            yield ways
+            if at_once < _MOST_AT_ONCE and sofar.times > _TOO_LARGE_BLOCKS:
+                too_large.add((narrow, at_once))
+
+
+def _ways_in(
+    flat: FlatJaxpr,
+    arena: int,
+    room: Room,
+    eager: int,
+    search: Search,
+    seen: set[Any],
+) -> Ways | None:
+    """The ways that are tried in a room, with all bytes that there are on the device; None
+    where there are none but those that were `seen`, which grow."""
+
+    def is_worth_it(form: FlatJaxpr) -> bool:
+        much = search.effort.is_too_much_for(len(form.equations))
+        return not much and _may_fit(form, arena, room.where)
+
+    forms: list[_Forms] = []
+    left_out = 0
+    for each in _fine_and_coarse(flat, room, eager, search):
+        if any(each.how) and each.how not in seen:
+            seen.add(each.how)
+            left_out += not each.forms
+            fit = tuple(filter(is_worth_it, each.forms))
+            forms.append(dataclasses.replace(each, forms=fit))
+    forms = [each for each in forms if each.forms and not search.is_over(room.apart)]
+    if not forms and not left_out:
+        return None
+    return Ways(
+        tuple(form for each in forms for form in each.forms),
+        again=next((each.again for each in forms if each.again), None),
+        keeps=any(each.keeps for each in forms),
+        left_out=left_out,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,7 +361,15 @@ def name_of(e: Equation) -> str:
     name = str(e.origin.params.get("name", ""))
     if not name.startswith(parts.IN_BLOCKS):
         return e.name
-    return f"{name.removeprefix(parts.IN_BLOCKS)} in blocks"
+    return f"{name.removeprefix(parts.IN_BLOCKS)}{_IN_BLOCKS}"
+
+
+_IN_BLOCKS = " in blocks"
+
+
+def are_blocks(name: str) -> bool:
+    """Whether a name of `name_of` is that of a stretch done in blocks."""
+    return name.endswith(_IN_BLOCKS)
 
 
 # Of more axes than so many it is only said how many there are of each length.

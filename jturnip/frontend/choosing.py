@@ -7,8 +7,7 @@ it is an estimate, which orders what is tried.
 import bisect
 import dataclasses
 import functools
-import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeGuard
 
@@ -21,7 +20,7 @@ from jturnip.frontend.cutting import (
     one_after_the_other,
     with_cuttings,
 )
-from jturnip.frontend.effort import Effort
+from jturnip.frontend.effort import Effort, Sofar
 from jturnip.frontend.halos import along_channels
 from jturnip.frontend.materializing import (
     Again,
@@ -105,8 +104,7 @@ class Search:
 
     rules: Known = field(default_factory=Known)
     effort: Effort = field(default_factory=Effort)
-    # How many equations what is cut may have, to be looked at now: never more than before.
-    most_equations: Callable[[], float] = lambda: math.inf
+    sofar: Sofar = field(default_factory=Sofar)
     # What was not cut (`_Choice._signature`), and whether it need not be; what the keys
     # name by their ids.
     uncut: dict[Any, bool] = field(default_factory=dict)
@@ -278,7 +276,7 @@ def _cut_anew(
     )
     if not cuttings or many > room.most_equations:
         return Found(flat)
-    if _least_equations(cuttings) > search.most_equations():
+    if _least_equations(cuttings) > search.sofar.most_equations:
         return Found(flat, tuple(c.key for c in cuttings), too_many=True)
     cut, how = _with_cuttings(stretches, cuttings, search)
     written = [_materializing(stretches, room, c) for c in cuttings]

@@ -6,6 +6,7 @@ It is counted in equations, not in seconds, so that the same function always bec
 same.
 """
 
+import math
 from dataclasses import dataclass
 
 
@@ -42,3 +43,15 @@ class Effort:
         """Whether no more ways are looked for: one that was not found by now asks for more
         patience than a budget that works."""
         return self.equations > self.patience * _ENOUGH
+
+
+@dataclass(slots=True)
+class Sofar:
+    """What was found, by who makes tasks of them, of the ways to cut a function that were
+    looked at so far."""
+
+    # How many equations another may have, to be compared with those that fit.
+    most_equations: float = math.inf
+    # How many times what there is the last one needed by XLA's figures, if blocks were too
+    # large in it; else one.
+    times: float = 1.0

@@ -233,6 +233,11 @@ class Partitioner:
         ]
         return [g for g in groups if max(needed[e] for e in g.equations) > more]
 
+    def too_large_alone(self, groups: Sequence[Group], most: int) -> int:
+        """How many equations of some groups read and write more bytes than so many."""
+        own = (e for group in groups for e in group.equations if e in self._position)
+        return sum(self._padded(self._touched(e)) > most for e in own)
+
     def neediest(self, group: Group, nbytes: int) -> tuple[int, int]:
         """The equation of a group that needs most, and what a task with it needs at least,
         however the group is cut, where the whole needs so many bytes by XLA's own figure:

@@ -133,6 +133,7 @@ def does_not_fit(
     others = f", while other values take {format_bytes(taken_bytes)}" if taken_bytes else ""
     room = gpu_bytes - taken_bytes
     if largest is None or at_start > max(room, kept + task_bytes(graph, largest)):
+        task = ""
         message = (
             f"arguments that already lie on the device take {format_bytes(at_start)}"
             f"{others}; {asked}. Hold them in host memory with jturnip.host(tree), or"
@@ -147,12 +148,13 @@ def does_not_fit(
         worth = 16 * kept > needed_bytes
         remedy = "Hold those with jturnip.host(tree), or " if worth else ""
         advice = f"{remedy}{advice}" if remedy else f"R{advice[1:]}"
+        task = largest.name
         message = (
             f'task {largest.id} "{largest.name}" ({largest.source or "unknown line"}) needs'
             f" {format_bytes(task_bytes(graph, largest))} at once{beside}; {asked}."
             f" {advice}."
         )
-    return DoesNotFit(message, needed_bytes=needed_bytes, gpu_bytes=gpu_bytes)
+    return DoesNotFit(message, needed_bytes=needed_bytes, gpu_bytes=gpu_bytes, task=task)
 
 
 def refusal_of_budget(refusal: DoesNotFit, gpu_bytes: int, needed_bytes: int) -> DoesNotFit:
@@ -164,7 +166,9 @@ def refusal_of_budget(refusal: DoesNotFit, gpu_bytes: int, needed_bytes: int) ->
     ):
         said = rf"{what} {before}( \([^)]*\))?"
         message = re.sub(said, f"{what} {now} ({format_bytes(now)})", message)
-    return DoesNotFit(message, needed_bytes=needed_bytes, gpu_bytes=gpu_bytes)
+    return DoesNotFit(
+        message, needed_bytes=needed_bytes, gpu_bytes=gpu_bytes, task=refusal.task
+    )
 
 
 def _bytes_at_start(graph: TaskGraph) -> int:

@@ -90,7 +90,7 @@ def _made(
     by_rows = read_whole_bytes(function.closed) <= setting.arena
     # Only what cannot be planned otherwise is cut along its axes.
     if setting.how.axes and by_rows:
-        uncut = setting.otherwise(axes=False)
+        uncut = dataclasses.replace(setting, how=setting.how.as_it_is())
         try:
             made = make_program(function, uncut, to_host)
             return or_in_tiles(made, function, uncut, to_host)

@@ -44,6 +44,9 @@ class How:
     # Whether tasks are cut as fine as they can be also where that is hopeless, to know what
     # they need then.
     thorough: bool = False
+    # Whether tasks are cut no finer where it is unlikely that they will fit: other ways are
+    # tried first, and this one at last again.
+    hasty: bool = False
     # Which attempts are made (`attempts.streaming`): those inside a loop are its own.
     attempts: tuple[int, ...] = tuple(range(attempts.ATTEMPTS))
     # Whether attempts that make very many equations are left out, since other ways come
@@ -70,6 +73,12 @@ class How:
         """Whether a function is cut in whatever way is best; strategies are compared with
         one another, of the same tasks."""
         return self.strategy == "auto" and not self.finest
+
+    def as_it_is(self, thorough: bool = False, few: bool = True) -> "How":
+        """The same for a function before it is cut along its axes, where it may be; or
+        without that."""
+        hasty = self.axes and not thorough and not self.any_plan
+        return replace(self, axes=False, thorough=thorough, few=few, hasty=hasty)
 
     @property
     def compares_ways(self) -> bool:

@@ -47,6 +47,10 @@ _CUT_ONCE = 2
 # fit, the others need not be compiled.
 _HUNGRY = 2
 _FEW_HUNGRY = 4
+# Where XLA finds tasks too large, and more than one in so many of all equations would be
+# too large alone, no finer tasks are likely to fit: of 50 functions in a half to an eighth
+# of what they need, none of 24 did, and where it was fewer, eight of twelve.
+_TOO_LARGE_ALONE = 10
 
 
 def split(
@@ -103,9 +107,15 @@ def split(
             break
         if needs is not None:
             _refuse(flat, partitioner, groups, graph, budget, device, needs)
+        too_large = _too_large(graph, arena)
+        if how.hasty:
+            free, among = arena - resident_bytes(graph), [groups[t] for t in too_large]
+            alone = partitioner.too_large_alone(among, free)
+            if alone * _TOO_LARGE_ALONE > len(flat.equations):
+                raise _refusal(graph, budget, device)
         times += 1
         cuts = max(1, times - _CUT_ONCE + 1)
-        finer = partitioner.refine(groups, _too_large(graph, arena), cuts)
+        finer = partitioner.refine(groups, too_large, cuts)
         if len(finer) == len(groups):
             raise _refusal(graph, budget, device)
         groups = finer

@@ -16,11 +16,13 @@ from jturnip.frontend import costs, parts
 from jturnip.frontend.axes import rules
 from jturnip.frontend.blocks import (
     Ways,
+    are_blocks,
     cut_along_axes,
     has_loops_with_axes,
     ways_in_tiles,
 )
 from jturnip.frontend.costs import DeviceRates
+from jturnip.frontend.effort import Sofar
 from jturnip.frontend.loops import LOOPS_AND_BRANCHES
 from jturnip.frontend.materializing import Again
 from jturnip.frontend.values import FlatJaxpr, called, nbytes_of
@@ -98,7 +100,7 @@ def in_fastest_way(flat: FlatJaxpr, setting: Setting, to_host: Collection[int]) 
     splitting.refuse_alone(flat, setting, _uncut_loops(flat, setting))
     compared = _Compared(flat, make, how.any_plan)
     if places.bytes_at_start(flat, setting.arguments) <= setting.arena:
-        ways = functools.partial(_ways, flat, setting, compared.most_equations)
+        ways = functools.partial(_ways, flat, setting, compared.sofar)
         compared.look(ways())
         if compared.found and not how.any_plan:
             ways = functools.partial(ways, anew=False)
@@ -231,6 +233,7 @@ class _Compared:
     found: list[Straight] = field(default_factory=list)
     # Those of `found` that the last look found.
     new: list[Straight] = field(default_factory=list)
+    sofar: Sofar = field(default_factory=Sofar)
     refusals: list[DoesNotFit] = field(default_factory=list)
     # Those of which something was found.
     fit: list[Ways] = field(default_factory=list)
@@ -242,16 +245,12 @@ class _Compared:
         """The fastest of what was found."""
         return _fastest(self.found)
 
-    def most_equations(self) -> float:
-        """How many a way may have that is compared with those found."""
-        new = [_TIMES_FEWEST * len(made.flat.equations) for made in self.new]
-        return min([*new, _MOST_KEPT] if self.gains else new, default=math.inf)
-
     def look(self, ways: Iterator[Ways], most: float = 0.0) -> None:
         """Makes some of these until one moves little, or takes no more than so many
         seconds, or enough is known."""
         self.new = new = []
         looked, since = 0, 0
+        self.sofar.most_equations = _MOST_KEPT if self.gains else math.inf
         for together in ways:
             since += bool(new)
             if new and (together.doubtful or since > _MOST_WAYS):
@@ -293,10 +292,11 @@ class _Compared:
         """Makes those of some ways that may be faster than what was found, which grows; how
         many fit, or need too many executables."""
         count = together.left_out if self.gains else 0
+        times: list[float] = []
         for cut in together.cut:
             if self.any_plan and count:
                 break
-            many = len(cut.equations) > self.most_equations()
+            many = len(cut.equations) > self.sofar.most_equations
             if many and not self.gains:
                 continue
             most = 0 if many else self._most_executables(cut)
@@ -307,16 +307,25 @@ class _Compared:
                 made = self.make(cut, most)
             except DoesNotFit as error:
                 self.refusals.append(error.with_traceback(None))
+                if are_blocks(error.task):
+                    times.append(error.needed_bytes / error.gpu_bytes)
             except PlanningError:
                 if not self.found:
                     raise
             except TooManyTasks:
                 count += 1
             else:
-                self.found.append(made)
-                self.new.append(made)
+                self._take(made)
                 count += 1
+        if times and not count:
+            self.sofar.times = min(times)
         return count
+
+    def _take(self, made: Straight) -> None:
+        self.found.append(made)
+        self.new.append(made)
+        most = _TIMES_FEWEST * len(made.flat.equations)
+        self.sofar.most_equations = min(most, self.sofar.most_equations)
 
     def _most_executables(self, cut: FlatJaxpr) -> float:
         """How many executables may be compiled for another way than those found."""
@@ -424,7 +433,7 @@ def _bytes_of_ends(flat: FlatJaxpr) -> int:
 def _ways(
     flat: FlatJaxpr,
     setting: Setting,
-    most_equations: Callable[[], float] = lambda: math.inf,
+    sofar: Sofar | None = None,
     anew: bool = True,
     keep: bool = False,
 ) -> Iterator[Ways]:
@@ -438,5 +447,5 @@ def _ways(
         anew,
         setting.how.effort,
         keep,
-        most_equations,
+        sofar,
     )

@@ -288,8 +288,7 @@ class Budgeted:
             return make_program(function, self._setting(nbytes, how), to_host)
 
         def uncut(thorough: bool = False, few: bool = True) -> Program:
-            as_it_is = dataclasses.replace(here, axes=False, thorough=thorough, few=few)
-            program = made(self.gpu_bytes, as_it_is)
+            program = made(self.gpu_bytes, here.as_it_is(thorough, few))
             asked = function, self._setting(self.gpu_bytes, here), to_host
             return or_unrolled(or_in_blocks(program, *asked), *asked, unrolled)
 

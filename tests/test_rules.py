@@ -58,7 +58,7 @@ class Checked:
                 self._equation(flat, e, rule, read, results)
 
     def _is_new(self, e: Equation, flat: FlatJaxpr) -> bool:
-        key = axes._key(e, flat)
+        key = axes._key(e, flat, {})
         if key in self._seen or self._times[e.name] == self._apiece:
             return False
         self._seen.add(key)

@@ -5,7 +5,7 @@ import functools
 import math
 import types
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -17,9 +17,10 @@ from flat import flat_of
 import jturnip
 from jturnip.compiler.executables import TooManyTasks
 from jturnip.errors import DoesNotFit, HostMemoryError
-from jturnip.frontend import blocks, effort
+from jturnip.frontend import blocks, cutting, effort
 from jturnip.frontend.blocks import Ways
-from jturnip.frontend.effort import Effort
+from jturnip.frontend.choosing import Search
+from jturnip.frontend.effort import Effort, Sofar
 from jturnip.frontend.materializing import Again
 from jturnip.frontend.partition import Group, Partitioner
 from jturnip.frontend.values import FlatJaxpr
@@ -417,6 +418,73 @@ def test_once_enough_was_looked_at_there_are_no_ways_to_cut_a_function():
     assert ways(looked_at)
     assert 0 < looked_at.equations <= effort._ENOUGH
     assert not ways(Effort(effort._ENOUGH + 1))
+
+
+def ways_to_cut(fn: Any, sofar: Sofar) -> Iterator[Ways]:
+    flat = flat_of(fn, MANY, MANY)
+    where, arena = blocks.Where(frozenset(), frozenset()), MANY.nbytes * 64
+    cpu = jax.devices("cpu")[0]
+    return blocks.cut_along_axes(flat, where, arena, rates(cpu), "cpu", 1e-9, sofar=sofar)
+
+
+def test_ways_with_too_many_equations_are_left_out_and_counted():
+    plain = list(ways_to_cut(kernel_sums, Sofar()))
+    tasks = [way for way in plain if len(way.cut[0].equations) > 4]
+    assert tasks
+    assert len(tasks) < len(plain)
+    for way in ways_to_cut(kernel_sums, Sofar(most_equations=4)):
+        assert all(len(cut.equations) <= 4 for cut in way.cut)
+        assert way.cut or way.left_out
+
+
+def two_kernels(x: Any, y: Any) -> Any:
+    """The second is large only in a smaller share of what there is."""
+    return kernel_sums(x, y).sum() + kernel_sums(x[:256], y[:256]).sum()
+
+
+def test_smaller_blocks_come_next_where_some_are_too_large():
+    """Not others that are as large for what there is."""
+    sofar, found = Sofar(), []
+    for way in ways_to_cut(two_kernels, sofar):
+        found.append(way)
+        sofar.times = 1.5
+    assert 0 < len(found) < len(list(ways_to_cut(two_kernels, Sofar())))
+
+
+def test_parts_are_made_once_for_all_forms_of_a_function():
+    flat = flat_of(kernel_sums, MANY, MANY)
+    stretches = Search().stretches_of(flat)
+    largest = max(flat.equations, key=lambda e: flat.types[e.outputs[0]].nbytes)
+    stretch = stretches.along(range(len(flat.equations)), largest.outputs[0], 0)
+    assert stretch is not None
+    made, none = cutting.Made(), frozenset[int]()
+    forms = [
+        cutting.with_cuttings(
+            stretches, [cutting.Tasks(stretch, 512, 0, none, left, none)], made
+        )
+        for left in (none, frozenset(stretch.leaving))  # put together, or in parts
+    ]
+    parts = [{id(e.origin) for e in form.equations if e.ours} for form in forms]
+    assert parts[1] < parts[0]
+    assert 3 * len(parts[1]) < len(forms[1].equations)
+
+
+def pairs_nearby(x: Any) -> Any:
+    """How many are near each, by a matrix that is read twice."""
+    squares = jnp.sum(jnp.square(x[:, None] - x[None]), -1)
+    near = jnp.exp(-squares)
+    return jnp.sum(near / near.max(1, keepdims=True), axis=1)
+
+
+@pytest.mark.long
+def test_a_function_is_not_cut_finer_where_that_is_unlikely_to_fit():
+    x = np.random.default_rng(0).normal(size=(1000, 4)).astype(np.float32)
+    peak = jturnip.peak_bytes(pairs_nearby, x)
+    f = jturnip.jit(pairs_nearby, gpu_bytes=peak // 4)
+    np.testing.assert_allclose(f(jturnip.host(x)), jax.jit(pairs_nearby)(x), rtol=1e-5)
+    report = f.lower(jturnip.host(x)).compile().compile_report
+    # As it is, as it is with the arguments in host memory, and in blocks.
+    assert report.compiled + report.reused <= 3
 
 
 def sorted_kernel(x: Any, y: Any) -> Any:

@@ -68,9 +68,10 @@ _FEW_TASKS = 100
 # What goes in and comes out moves so many times if only borders of tiles move twice: of
 # nine fields of 192 rows, 1.5 times in a half, where other ways moved six times as much.
 _WITH_BORDERS = 1.6
-# Tiles are taken at once if they compute no more than so many times what the function does:
-# fields and images 1.03 to 1.18 times, a scan by halves 1.3 to 2.
-_BORDERS_TWICE = 1.25
+# Tiles that move more are taken at once only if a plan takes no more than so many times
+# what its tasks do by themselves: a scan by halves that did not fit took 1.57 times, and
+# five times what it takes as it is.
+_HARDLY_WAITS = 1.2
 # So many ways are looked at for one in which nothing moves twice.
 _FIRST_WAYS = 8
 
@@ -178,30 +179,22 @@ def surely_in_tiles(
     flat: FlatJaxpr, setting: Setting, to_host: frozenset[int]
 ) -> Straight | None:
     """One plan for all tasks, with what windows slide over done in tiles, where that is all
-    that does not fit, little but borders is computed twice, and nothing else moves twice,
-    or nothing waits for what moves; None where there is no such plan, and another may be
-    faster.
+    that does not fit, and nothing but borders moves twice, or hardly anything waits for
+    what moves; None where there is no such plan, and another may be faster.
 
     Few tasks that are alike compile in a part of the time of many that are not.
     """
     if not setting.how.is_free or not setting.how.axes:
         return None
     for ways in _in_tiles(flat, setting):
-        work = sum(map(_work, ways.cut))
-        if not ways.in_all or work > _BORDERS_TWICE * _work(flat):
+        if not ways.in_all:
             continue
         with contextlib.suppress(PlanningError):
             made = _of_tiles(ways, setting, to_host)
             once = moves_little(made.plan, flat, _WITH_BORDERS)
-            will_do = once or setting.how.any_plan or not _waits(made)
+            will_do = once or setting.how.any_plan or not _waits(made, _HARDLY_WAITS)
             return made if will_do else None
     return None
-
-
-def _work(flat: FlatJaxpr) -> float:
-    """Operations of a function, near enough, but for putting parts together."""
-    equations = (e for e in flat.equations if e.name != "concatenate")
-    return sum(costs.flops(e.origin) for e in equations)
 
 
 def _of_tiles(ways: Ways, setting: Setting, to_host: frozenset[int]) -> Straight:
@@ -376,10 +369,10 @@ def _has_much_to_gain(made: Straight) -> bool:
     return _waits(made) or accessed > _COPIES * _crossing_bytes(graph)
 
 
-def _waits(made: Straight) -> bool:
-    """Whether a plan takes clearly longer than its tasks do by themselves."""
+def _waits(made: Straight, times: float = _WAITS) -> bool:
+    """Whether a plan takes more than so many times what its tasks do by themselves."""
     computing = sum(task.seconds for task in made.split.graph.tasks)
-    return made.plan.predicted_seconds > _WAITS * computing
+    return made.plan.predicted_seconds > times * computing
 
 
 def _writes_down_much(made: Straight, expected: DeviceRates) -> bool:

@@ -358,9 +358,7 @@ def _turned(flat: FlatJaxpr, group: Group) -> set[int]:
     turned: set[int] = set()
     for i in group.equations:
         e = flat.equations[i]
-        follows = e.name in costs.ELEMENTWISE and not turned.isdisjoint(
-            v for v in e.inputs if not isinstance(v, Constant)
-        )
+        follows = e.name in costs.ELEMENTWISE and not turned.isdisjoint(e.reads)
         if e.name == "transpose" or follows:
             turned.update(e.outputs)
     return turned

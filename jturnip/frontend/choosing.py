@@ -269,14 +269,13 @@ def _cut_anew(
         choice.cut_in_one_pass(ruled)
     choice.cut([i for i in ruled if i not in choice.taken], room.least)
     cuttings = one_after_the_other(stretches, choice.cuttings)
-    many = sum(
-        -(-c.stretch.length // c.size) * len(c.stretch.equations)
-        for c in cuttings
-        if isinstance(c, Tasks)
-    )
+    tasks_of = [c for c in cuttings if isinstance(c, Tasks)]
+    many = sum(c.count * len(c.stretch.equations) for c in tasks_of)
     if not cuttings or many > room.most_equations:
         return Found(flat)
-    if _least_equations(cuttings) > search.sofar.most_equations:
+    # What does not work on parts is there once.
+    least = sum(c.count * len(c.stretch.working) for c in tasks_of)
+    if least > search.sofar.most_equations:
         return Found(flat, tuple(c.key for c in cuttings), too_many=True)
     cut, how = _with_cuttings(stretches, cuttings, search)
     written = [_materializing(stretches, room, c) for c in cuttings]
@@ -293,15 +292,6 @@ def _cut_anew(
         return found
     materialized, _ = _with_cuttings(stretches, written, search)
     return dataclasses.replace(found, materialized=materialized)
-
-
-def _least_equations(cuttings: Sequence[_Cutting]) -> int:
-    """What all parts of some stretches are at least."""
-    return sum(
-        -(-c.stretch.length // c.size) * len(c.stretch.working)
-        for c in cuttings
-        if isinstance(c, Tasks)
-    )
 
 
 def _makes_again(cutting: _Cutting) -> TypeGuard[Blocks]:
@@ -578,7 +568,7 @@ class _Choice:
         uncut = nbytes_of(self._stretches.flat, left)
         many, loops = 1, stretch.loops
         if isinstance(cutting, Tasks):
-            many = -(-stretch.length // cutting.size)
+            many = cutting.count
             loops = 1 if cutting.kept else loops
             uncut += nbytes_of(self._stretches.flat, self._cut_again(cutting))
         if keeps:  # there is a task for each part in each loop

@@ -77,6 +77,11 @@ class Tasks:
         left = self.left_in_parts, self.apart, self.abreast
         return self.stretch.key, self.size, self.sliced, *left, self.kept
 
+    @property
+    def count(self) -> int:
+        """How many parts there are."""
+        return -(-self.stretch.length // self.size)
+
     def goes_with(self, first: "Tasks") -> bool:
         """Whether it is done side by side with another that comes before it."""
         mine, its = self.stretch, first.stretch
@@ -610,7 +615,7 @@ def _joined_before(flat: FlatJaxpr) -> Iterator[tuple[int, tuple[int, dict[int, 
     for e in flat.equations:
         if not e.ours or e.name != "concatenate":
             continue
-        parts = [v for v in e.inputs if not isinstance(v, Constant)]
+        parts = e.reads
         if len(parts) == len(e.inputs):
             dim = e.origin.params["dimension"]
             lengths = (flat.types[v].shape[dim] for v in parts)

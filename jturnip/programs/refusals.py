@@ -45,7 +45,7 @@ def refusal_that_is_true(
     """
     # Any plan shows that there is one, and none need be timed.
     how = dataclasses.replace(how, any_plan=True, trials=None)
-    as_it_is = dataclasses.replace(how, axes=False, thorough=True)
+    as_it_is = how.as_it_is(thorough=True)
     uncut = _of_all_pieces(lambda budget: make(budget, as_it_is), uncut, runs_whole)
     for _ in range(_TRIES_CUT):
         if cut.needed_bytes > _WORTH * uncut.needed_bytes:

@@ -28,7 +28,7 @@ from jturnip.placement import Budget
 from jturnip.programs import make, splitting, ways
 from jturnip.programs.devices import rates
 from jturnip.programs.needs import Needs
-from jturnip.programs.setting import Function, Setting
+from jturnip.programs.setting import Function, How, Setting
 from jturnip.runtime.schedule import Link
 
 
@@ -474,6 +474,19 @@ def pairs_nearby(x: Any) -> Any:
     squares = jnp.sum(jnp.square(x[:, None] - x[None]), -1)
     near = jnp.exp(-squares)
     return jnp.sum(near / near.max(1, keepdims=True), axis=1)
+
+
+def test_it_is_in_haste_only_where_it_is_tried_again():
+    how = How("auto", None, None)
+    assert how.as_it_is().hasty
+    for other in (
+        how.as_it_is(thorough=True),
+        how.as_it_is(may_be_hasty=False),
+        dataclasses.replace(how, any_plan=True).as_it_is(),
+        dataclasses.replace(how, axes=False).as_it_is(),
+    ):
+        assert not other.hasty
+        assert not other.axes
 
 
 @pytest.mark.long

@@ -66,7 +66,7 @@ _TRIES = (
     (2, 2, 1, True, False),
 )
 # Where blocks need so many times what there is by XLA's figures, smaller ones are tried
-# before those of other stretches: of 12 such, one would have fitted.
+# before those of other stretches: of 14 such, two would have fitted.
 _TOO_LARGE_BLOCKS = 1.1
 _MOST_AT_ONCE = max(at_once for _, at_once, *_ in _TRIES)
 # The shares for what is between stretches and stays apart: what is small is in parts too.

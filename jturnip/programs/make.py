@@ -90,7 +90,10 @@ def _made(
     by_rows = read_whole_bytes(function.closed) <= setting.arena
     # Only what cannot be planned otherwise is cut along its axes.
     if setting.how.axes and by_rows:
-        uncut = dataclasses.replace(setting, how=setting.how.as_it_is())
+        # The body of a driven loop is not tried again at last.
+        is_body = function.condition is not None
+        as_it_is = setting.how.as_it_is(may_be_hasty=not is_body)
+        uncut = dataclasses.replace(setting, how=as_it_is)
         try:
             made = make_program(function, uncut, to_host)
             return or_in_tiles(made, function, uncut, to_host)

@@ -74,10 +74,13 @@ class How:
         one another, of the same tasks."""
         return self.strategy == "auto" and not self.finest
 
-    def as_it_is(self, thorough: bool = False, few: bool = True) -> "How":
-        """The same for a function before it is cut along its axes, where it may be; or
-        without that."""
-        hasty = self.axes and not thorough and not self.any_plan
+    def as_it_is(
+        self, thorough: bool = False, few: bool = True, may_be_hasty: bool = True
+    ) -> "How":
+        """The same without cutting along axes: in haste, if it may be, where they are cut
+        next."""
+        others_follow = self.axes and not thorough and not self.any_plan
+        hasty = may_be_hasty and others_follow
         return replace(self, axes=False, thorough=thorough, few=few, hasty=hasty)
 
     @property

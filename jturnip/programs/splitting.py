@@ -48,8 +48,8 @@ _CUT_ONCE = 2
 _HUNGRY = 2
 _FEW_HUNGRY = 4
 # Where XLA finds tasks too large, and more than one in so many of all equations would be
-# too large alone, no finer tasks are likely to fit: of 50 functions in a half to an eighth
-# of what they need, none of 24 did, and where it was fewer, eight of twelve.
+# too large alone, no finer tasks are likely to fit: of 28 such tries, with 18 functions in
+# a half to an eighth of what they need, none of 20 did, and four of eight with fewer.
 _TOO_LARGE_ALONE = 10
 
 

@@ -55,11 +55,26 @@ class DoesNotFit(PlanningError):
         )
         return made, self.args, kept
 
+    def saying(
+        self,
+        message: str,
+        *,
+        needed_bytes: int | None = None,
+        gpu_bytes: int | None = None,
+    ) -> "DoesNotFit":
+        """The same in other words, and perhaps as the answer to another budget."""
+        return DoesNotFit(
+            message,
+            needed_bytes=self.needed_bytes if needed_bytes is None else needed_bytes,
+            gpu_bytes=self.gpu_bytes if gpu_bytes is None else gpu_bytes,
+            task=self.task,
+        )
+
     def beside(self, nbytes: int) -> "DoesNotFit":
         """The same as the answer to a budget of which others take so much."""
         if not nbytes:
             return self
-        return DoesNotFit(
+        return self.saying(
             f"{self} {nbytes} bytes more are taken by residuals of other parts of the"
             " transformed function, of gpu_bytes"
             f" {self.gpu_bytes + nbytes}.",

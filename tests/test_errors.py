@@ -4,6 +4,7 @@ import dis
 import functools
 import logging
 import math
+import pickle
 import random
 import re
 import signal
@@ -116,8 +117,11 @@ def test_what_cannot_be_done_in_parts_is_named():
         matrix = x @ x.T + 128 * jnp.eye(128)
         return jnp.linalg.cholesky(matrix)  # whole
 
-    message = str(refusal_of(factor, 40_000, jturnip.host(X)))
-    line = line_of(factor, "# whole")
+    refusal = refusal_of(factor, 40_000, jturnip.host(X))
+    message, line = str(refusal), line_of(factor, "# whole")
+    assert refusal.task == "cholesky"
+    assert pickle.loads(pickle.dumps(refusal)).task == refusal.task
+    assert refusal.beside(1000).task == refusal.task
     assert "has no axis along which to do it in parts" in message
     assert message.index("has no axis") > message.index(line)
     # Where all can be done in parts, it says so.

@@ -166,9 +166,7 @@ def refusal_of_budget(refusal: DoesNotFit, gpu_bytes: int, needed_bytes: int) ->
     ):
         said = rf"{what} {before}( \([^)]*\))?"
         message = re.sub(said, f"{what} {now} ({format_bytes(now)})", message)
-    return DoesNotFit(
-        message, needed_bytes=needed_bytes, gpu_bytes=gpu_bytes, task=refusal.task
-    )
+    return refusal.saying(message, needed_bytes=needed_bytes, gpu_bytes=gpu_bytes)
 
 
 def _bytes_at_start(graph: TaskGraph) -> int:

@@ -99,6 +99,4 @@ def explained(refusal: DoesNotFit, flat: FlatJaxpr | None, device: Device) -> Do
     message = str(refusal).replace(". Raise gpu_bytes", f". {reason} Raise gpu_bytes", 1)
     if CUT in reason:
         message += " Less may do, cut otherwise: lowered.minimum_gpu_bytes looks for that."
-    return DoesNotFit(
-        message, needed_bytes=refusal.needed_bytes, gpu_bytes=refusal.gpu_bytes
-    )
+    return refusal.saying(message)

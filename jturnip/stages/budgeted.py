@@ -200,10 +200,8 @@ class Budgeted:
         if needed <= whole:
             return refusal
         refusal = refusal_of_budget(refusal, refusal.gpu_bytes, whole)
-        return DoesNotFit(
-            f"{refusal} In that XLA fits the whole function: fused, it writes less down.",
-            needed_bytes=whole,
-            gpu_bytes=refusal.gpu_bytes,
+        return refusal.saying(
+            f"{refusal} In that XLA fits the whole function: fused, it writes less down."
         )
 
     # --- The function as a program of tasks.

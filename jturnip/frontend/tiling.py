@@ -34,9 +34,11 @@ from jturnip.frontend.values import (
 
 # What takes more than this share of what there is, is large.
 _LARGE = 1 / 8
-# The share that a tile takes at once: what the next one reads is on its way meanwhile, and
-# what the last one gave leaves.
+# The share that a tile takes at once by itself: it may be one task.
 _OF_TILE = 1 / 3
+# One that is several tasks anyway takes so much, with what the next one reads, which is on
+# its way meanwhile, and what the last one gave, which leaves.
+_OF_TASKS = 3 / 4
 _COUNTS = tuple(2**k for k in range(1, 9))
 _MOST_EQUATIONS = 20_000
 # So many equations are looked at, each for some numbers of tiles: some seconds.
@@ -279,9 +281,16 @@ class _Tiling:
         def work(count: int) -> _Work:
             return _Work(self._flat, self._so_many(stretch, axes, count))
 
+        many_tasks = any(axis.equation.name in HEAVY for axis in axes.values())
+
         def fits(count: int) -> bool:
-            held = work(count).held_bytes(apart, self._where, self._fused)
-            return held <= self._arena * _OF_TILE
+            tiles = work(count)
+            held = tiles.held_bytes(apart, self._where, self._fused)
+            if held <= self._arena * _OF_TILE:
+                return True
+            return (
+                many_tasks and held + tiles.moving_bytes(apart) <= self._arena * _OF_TASKS
+            )
 
         # The more tiles there are, the less each holds, if each has some of everything.
         shortest = work(2).shortest
@@ -347,6 +356,23 @@ class _Work:
         """
         others = {*apart, *where.staying}
         return max(self._held(tile, others, fused) for tile in self._alike)
+
+    def moving_bytes(self, apart: Collection[int]) -> int:
+        """What one tile reads of what is in host memory or in parts, and what it gives of
+        what leaves."""
+        return max(self._moving(tile, apart) for tile in self._alike)
+
+    def _moving(self, tile: Tile, apart: Collection[int]) -> int:
+        comes = self.tiles.sliced.union(apart)
+        leaves = self.tiles.left_in_parts | self.tiles.apart
+        reads = (
+            self._bytes(v, Extent(dim, *span))
+            for (v, dim), spans in tile.read.items()
+            if v in comes
+            for span in spans
+        )
+        gives = (self._bytes(v, extent) for v, extent in tile.wanted.items() if v in leaves)
+        return sum(reads) + sum(gives)
 
     def _held(self, tile: Tile, others: set[int], fused: bool) -> int:
         flat, tiles = self._flat, self.tiles

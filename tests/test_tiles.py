@@ -40,10 +40,9 @@ def largest_bytes(flat: FlatJaxpr) -> int:
     return max(flat.types[v].nbytes for e in flat.equations for v in e.outputs)
 
 
-def computed_bytes(flat: FlatJaxpr) -> int:
-    """What all equations write together that compute something."""
-    computing = [e for e in flat.equations if e.name in ("add", "mul", "sub", "tanh")]
-    return sum(flat.types[v].nbytes for e in computing for v in e.outputs)
+def written_bytes(flat: FlatJaxpr) -> int:
+    """What all equations write together."""
+    return sum(flat.types[v].nbytes for e in flat.equations for v in e.outputs)
 
 
 def convolved(x: Any, *kernels: Any) -> Any:
@@ -227,9 +226,10 @@ def test_each_tile_has_some_of_every_level():
         return x, chain("zeros around", 2)(low)
 
     x = field(128, 32)
-    whole = computed_bytes(flat_of(levels, x))
+    whole = written_bytes(flat_of(levels, x))
     for form in forms_of(levels, x, 0.5):
-        assert computed_bytes(form) <= 1.3 * whole  # with borders
+        # At borders 1.3 times as much at most; what is put together of tiles counts too.
+        assert written_bytes(form) <= 1.6 * whole
         for found, expected in zip(evaluated(form, x), jax.jit(levels)(x), strict=True):
             assert_same(found, expected)
 

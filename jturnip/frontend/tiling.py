@@ -281,7 +281,9 @@ class _Tiling:
         def work(count: int) -> _Work:
             return _Work(self._flat, self._so_many(stretch, axes, count))
 
-        many_tasks = any(axis.equation.name in HEAVY for axis in axes.values())
+        # Each task has one of these (`partition.py`).
+        heavy = [axis for axis in axes.values() if axis.equation.name in HEAVY]
+        many_tasks = len(heavy) > 1
 
         def fits(count: int) -> bool:
             tiles = work(count)

@@ -336,7 +336,8 @@ def orders(draw: st.DrawFn) -> tuple[list[bool], list[bool], list[tuple[int, ...
         for is_heavy, of in zip(heavy, operands, strict=True)
     ]
     reduces = [draw(st.booleans()) for _ in heavy]
-    arguments = [draw(st.sets(st.integers(0, 4), max_size=2)) for _ in heavy]
+    some = st.sets(st.integers(0, 4), max_size=2)
+    arguments = [set[int]() if is_glued else draw(some) for is_glued in glued]
     order = order_equations(heavy, glued, operands, reduces, arguments)
     return heavy, glued, operands, order
 
@@ -577,6 +578,35 @@ def test_a_large_broadcast_is_repeated_by_its_readers():
     assert len(groups) >= 3
     assert jnp.bool_ not in passed
     assert_groups_are_right(flat, groups)
+
+
+@pytest.mark.parametrize(
+    ("read", "then", "passed"),
+    [
+        (jnp.sum, jnp.cos, 0),
+        (jnp.sum, None, 1),  # nothing else keeps what it is made of
+        (lambda x: x @ x, jnp.cos, 1),  # for a product it would be written down again
+        (jnp.tanh, jnp.cos, 1),  # which may be written over it
+        (lambda x: jnp.sum(2 * x), jnp.cos, 0),
+    ],
+    ids=["reduced", "read last", "a product", "another", "a chain"],
+)
+def test_readers_repeat_what_is_quickly_made_of_what_is_there_anyway(
+    read: Callable[[Any], Any], then: Callable[[Any], Any] | None, passed: int
+):
+    def fn(x: Any, mean: Any) -> Any:
+        x = jnp.tanh(x)
+        less = x - mean
+        found = jnp.max(less), read(less)
+        return found if then is None else (*found, then(x).sum())
+
+    args = x32(64, 64), x32(64)
+    flat = flat_of(fn, *args)
+    groups = Partitioner(flat, FAST).partition(0)
+    assert_groups_are_right(flat, groups)
+    (less,) = (e.outputs[0] for e in flat.equations if e.name == "sub")
+    assert sum(less in group.outputs for group in groups) == passed
+    assert_same(evaluate(flat, groups, args), jax.tree.leaves(jax.jit(fn)(*args)))
 
 
 def test_refining_cuts_only_the_groups_that_are_named():

@@ -39,7 +39,8 @@ def order_equations(
 
     Args:
       heavy: whether each equation is heavy work.
-      glued: whether each comes right after the one equation that it reads from.
+      glued: whether each comes right after the one equation that it reads from; such a one
+        reads nothing else.
       operands: for each equation the earlier equations that it reads from.
       reduces: whether each makes little of much; None if none does.
       arguments: what each reads of the function's arguments; None if nothing.

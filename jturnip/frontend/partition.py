@@ -10,7 +10,9 @@ so the graph of groups has no cycle.
 3. Groups that hold more than a share of the budget are cut again.
 
 An equation that only blows something small up (a broadcast, a mask) is never cut from its
-readers: each group that reads it repeats it.
+readers: each group that reads it repeats it. So it is with one that changes a little what
+others read later anyway (less its mean, times a factor), and of which readers only make
+little: they read the same bytes, and nothing is written down.
 """
 
 import bisect
@@ -19,7 +21,14 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from jturnip.frontend.costs import HEAVY, REDUCTIONS, RENAMING, DeviceRates, has_one_of
+from jturnip.frontend.costs import (
+    ELEMENTWISE,
+    HEAVY,
+    REDUCTIONS,
+    RENAMING,
+    DeviceRates,
+    has_one_of,
+)
 from jturnip.frontend.memory_model import Model, Segment
 from jturnip.frontend.order import order_equations
 from jturnip.frontend.values import FlatJaxpr
@@ -112,10 +121,18 @@ class Partitioner:
     def _find_repeated(self) -> dict[int, tuple[int, ...]]:
         """Each equation to be repeated, with all that repeating it takes, in order.
 
-        What blows something small up, and what only names the same bytes otherwise.
+        What blows something small up, what only names the same bytes otherwise, and what
+        is quickly made of small values and of one that is there longer, if it is only
+        reduced.
         """
         flat = self._flat
         repeated: dict[int, tuple[int, ...]] = {}
+        made_of: dict[int, frozenset[int]] = {}  # what is repeated → what that reads
+        last_read = {
+            v: e for e, equation in enumerate(flat.equations) for v in equation.reads
+        }
+        last_read.update(dict.fromkeys(self._results, len(flat.equations)))
+        only_reduced = self._only_reduced()
         for e, equation in enumerate(flat.equations):
             written = sum(self._nbytes[v] for v in equation.outputs)
             if (
@@ -124,7 +141,7 @@ class Partitioner:
                 or not self._results.isdisjoint(equation.outputs)
             ):
                 continue
-            values = [v for v in equation.inputs if isinstance(v, int)]
+            (out,), values = equation.outputs, equation.reads
             small = all(
                 self._nbytes[v] <= SMALL or self._writer.get(v) in repeated for v in values
             )
@@ -134,14 +151,36 @@ class Partitioner:
             renamed = equation.name in _RENAMING and all(
                 self._nbytes[v] == written for v in values
             )
+            of = frozenset[int]().union(*(made_of.get(v, {v}) for v in values))
+            large = [v for v in of if self._nbytes[v] * _BLOWN_UP > written]
+            reduced = (
+                out in only_reduced
+                and equation.name in ELEMENTWISE
+                and [self._nbytes[v] for v in large] == [written]
+                and last_read[large[0]] > last_read[out]
+            )
             before = dict.fromkeys(
                 itertools.chain.from_iterable(
                     repeated.get(self._writer.get(v, -1), ()) for v in values
                 )
             )
-            if (small or blown_up or renamed) and len(before) < _DEEPEST:
+            if (small or blown_up or renamed or reduced) and len(before) < _DEEPEST:
                 repeated[e] = (*sorted(before), e)
+                made_of[out] = of
         return repeated
+
+    def _only_reduced(self) -> set[int]:
+        """Values of which all readers make little, along with what is fused between."""
+        flat = self._flat
+        kept = {*self._results}  # what is read otherwise
+        for equation in reversed(flat.equations):
+            written = sum(self._nbytes[v] for v in equation.outputs)
+            for v in equation.reads:
+                little = _LITTLE * written <= self._nbytes[v]
+                fused = equation.name in ELEMENTWISE and kept.isdisjoint(equation.outputs)
+                if not (fused or (little and equation.name in REDUCTIONS)):
+                    kept.add(v)
+        return {v for e in flat.equations for v in e.outputs} - kept
 
     def _repeats(self, e: int) -> tuple[int, ...]:
         """What a group must repeat to hold equation `e`, in order."""

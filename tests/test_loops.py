@@ -264,6 +264,28 @@ def test_thousands_of_small_iterations_stay_one_task():
     assert_same(fn(x), jax.jit(program)(x))
 
 
+def shortest_paths(d: Any) -> Any:
+    """Floyd and Warshall's: as many iterations as there are rows."""
+    through = lambda k, d: jnp.minimum(d, d[:, k, None] + d[k][None])
+    return lax.fori_loop(0, len(d), through, d)
+
+
+def test_a_loop_with_as_many_iterations_as_what_it_carries_has_rows_is_driven():
+    """Each iteration would become some equations for each row: 240,000."""
+    flat = flat_scans(shortest_paths, jnp.ones((200, 200)), largest=100_000)
+    assert [e.name for e in flat.equations if e.driven] == ["while"]
+    assert len(flat.equations) < 10
+
+
+@pytest.mark.long
+def test_shortest_paths_in_half_of_their_peak():
+    d = np.random.default_rng(0).random((160, 160), np.float32)
+    gpu_bytes = unconstrained_peak(shortest_paths, d) // 2
+    f = jturnip.jit(shortest_paths, gpu_bytes)
+    assert_same(f(jturnip.host(d)), jax.jit(shortest_paths)(d))
+    assert f.last_run.peak_bytes <= gpu_bytes
+
+
 def test_thousands_of_rows_become_parts_worth_a_launch():
     def program(rows):
         return lax.scan(lambda x, row: (x * 0.5 + row, None), jnp.zeros(256), rows)[0]

@@ -149,6 +149,10 @@ def batches(weights: list[Any], xs: list[Any]) -> list[Any]:
     return results
 
 
+# Where tasks took long when they were measured, a few of them in another place may gain.
+OF_REUSE = ("reuse", "search")
+
+
 def data() -> tuple[list[Any], list[Any]]:
     rng = np.random.default_rng(0)
     normal = lambda *shape: rng.standard_normal(shape).astype(np.float32)
@@ -168,12 +172,12 @@ def test_several_batches_read_each_weight_once():
         assert_same(f(weights, xs), want)
         report = f.last_run
         assert report is not None
-        assert report.plan.task_order == "reuse"
+        assert report.plan.task_order in OF_REUSE
         assert report.peak_bytes <= budget
         assert report.h2d_bytes <= 1.1 * LAYERS * WEIGHT
     assert report is not None
     assert "order of their own" in report.plan.explain()
-    assert report.plan.to_json_dict()["task_order"] == "reuse"
+    assert report.plan.to_json_dict()["task_order"] == report.plan.task_order
     paper = jturnip.jit(batches, budget, link=link, strategy="turnip")
     assert_same(paper(weights, xs), want)
     assert paper.last_run.plan.task_order == ""
@@ -220,5 +224,5 @@ def test_effects_keep_the_order_of_the_program():
     link = jturnip.SimulatedLink(2e7, 2e7)
     f = jturnip.jit(told, 5 * WEIGHT // 2, link=link)
     jax.block_until_ready(f(weights, xs))
-    assert f.last_run.plan.task_order == "reuse"
+    assert f.last_run.plan.task_order in OF_REUSE
     assert seen == list(range(BATCHES))

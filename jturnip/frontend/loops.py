@@ -271,7 +271,12 @@ def _iterations_per_part(eqn: Any, streaming: Streaming) -> int | None:
     if fewest > 1 and fixed + fewest * each > max(room, streaming.arena // 2, SMALL):
         return 0
     fitting = (room - fixed) // each if each else length * (fixed <= room)
-    return min(length, max(fewest, min(int(worth) + 1, fitting), 1))
+    count = min(length, max(fewest, min(int(worth) + 1, fitting), 1))
+    # All that has as many rows is cut as what is scanned; but not what several hand on.
+    by_rows = length * costs.equation_count(body, length) if count == 1 else 0
+    if by_rows > _MOST_EQUATIONS:
+        return 2 if fixed + 2 * each <= room else 0
+    return count
 
 
 def _only_repeats_itself(

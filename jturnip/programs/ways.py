@@ -59,9 +59,11 @@ _FEW_EXECUTABLES = 32
 # of others that could not be cut much better.
 _COPIES = 1.6
 # Where a plan as it is takes so many times what its tasks do by themselves, so many ways to
-# cut it are looked at.
+# cut it are compared, of so many that are looked at: the first often do not fit, and others
+# with smaller blocks come later.
 _WAITS = 1.5
 _WAYS_BESIDE = 3
+_LOOKED_BESIDE = 12
 # The same where no more tasks than so many read and write much for one another: attention
 # with a bias took twice as long over 39 tasks as in blocks.
 _FEW_TASKS = 100
@@ -146,13 +148,15 @@ def or_in_blocks(
         return made
     found = [made]
     others = (ways for ways in _ways(flat, setting) if not ways.in_tiles)
-    for ways in itertools.islice(others, _WAYS_BESIDE):
+    for ways in itertools.islice(others, _LOOKED_BESIDE):
         for cut in () if ways.doubtful else ways.cut:
             if len(cut.equations) > len(flat.equations) and not scans:
                 continue  # over more tasks: it would be moved as well
             make = functools.partial(straight, cut, setting)
             with contextlib.suppress(PlanningError):
                 found.append(for_any_call(make, setting, to_host))
+        if len(found) > _WAYS_BESIDE:
+            break
     return _fastest(found)
 
 

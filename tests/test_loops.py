@@ -277,6 +277,29 @@ def test_a_loop_with_as_many_iterations_as_what_it_carries_has_rows_is_driven():
     assert len(flat.equations) < 10
 
 
+def common_subsequences(a: Any, b: Any) -> Any:
+    """The length of the longest one of each beginning of both."""
+
+    def of_one_more(i: Any, table: Any) -> Any:
+        def cell(j: Any, row: Any) -> Any:
+            best = jnp.maximum(table[i, j + 1], row[j])
+            return row.at[j + 1].set(jnp.where(a[i] == b[j], table[i, j] + 1, best))
+
+        row = lax.fori_loop(0, len(b), cell, jnp.zeros(len(b) + 1, int))
+        return table.at[i + 1].set(row)
+
+    table = jnp.zeros((len(a) + 1, len(b) + 1), int)
+    return lax.fori_loop(0, len(a), of_one_more, table)
+
+
+def test_a_loop_in_a_loop_of_which_both_have_many_iterations_is_driven():
+    """Taken apart they would become a million equations."""
+    a = jnp.zeros(200, int)
+    flat = flat_scans(common_subsequences, a, a, largest=500)
+    assert [e.name for e in flat.equations if e.driven] == ["while"]
+    assert len(flat.equations) < 10
+
+
 @pytest.mark.long
 def test_shortest_paths_in_half_of_their_peak():
     d = np.random.default_rng(0).random((160, 160), np.float32)

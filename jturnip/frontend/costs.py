@@ -122,10 +122,7 @@ def has_one_of(names: frozenset[str], eqn: Any) -> bool:
     )
 
 
-def equation_count(closed: Any, rows: int = 1) -> int:
-    """Equations of a jaxpr and of all that it calls, if those that write so many rows
-    become one for each."""
+def equation_count(closed: Any) -> int:
+    """Equations of a jaxpr and of all that it calls."""
     eqns = getattr(closed, "jaxpr", closed).eqns
-    inner = (equation_count(each, rows) for e in eqns for each in nested(e))
-    by_rows = (any(v.aval.shape[:1] == (rows,) for v in e.outvars) for e in eqns)
-    return sum(inner) + sum(rows if each else 1 for each in by_rows)
+    return sum(1 + sum(map(equation_count, nested(e))) for e in eqns)

@@ -264,7 +264,7 @@ def _iterations_per_part(eqn: Any, streaming: Streaming) -> int | None:
     # Each part of a stacked array may be a copy, which costs about what a launch does.
     operations = 1 + len(sizes[consts + carry :]) + len(results[carry:])
     worth = _WORTH * operations * streaming.rates.launch_seconds / max(seconds, 1e-12)
-    equations = costs.equation_count(body)
+    equations = _inlined(body, streaming)
     fewest = max(-(-length // _MOST_PARTS), -(-length * equations // _MOST_EQUATIONS))
     # What several iterations can hold; where one is too much, the partitioner cuts it.
     room = streaming.largest if fixed + each <= streaming.largest else streaming.arena // 2
@@ -273,10 +273,26 @@ def _iterations_per_part(eqn: Any, streaming: Streaming) -> int | None:
     fitting = (room - fixed) // each if each else length * (fixed <= room)
     count = min(length, max(fewest, min(int(worth) + 1, fitting), 1))
     # All that has as many rows is cut as what is scanned; but not what several hand on.
-    by_rows = length * costs.equation_count(body, length) if count == 1 else 0
+    by_rows = length * _inlined(body, streaming, length) if count == 1 else 0
     if by_rows > _MOST_EQUATIONS:
         return 2 if fixed + 2 * each <= room else 0
     return count
+
+
+def _inlined(closed: Any, streaming: Streaming, rows: int = 1) -> int:
+    """How many equations a jaxpr becomes where scans in it are cut, if those that write so
+    many rows become one for each."""
+    total = 0
+    for e in getattr(closed, "jaxpr", closed).eqns:
+        if e.primitive.name == "scan":
+            count, length = _iterations_per_part(e, streaming), e.params["length"]
+            each = _inlined(e.params["jaxpr"], streaming, rows) if count == 1 else 1
+            total += each * -(-length // count) if count else 1
+            continue
+        by_rows = any(v.aval.shape[:1] == (rows,) for v in e.outvars)
+        total += rows if by_rows else 1
+        total += sum(_inlined(each, streaming, rows) for each in costs.nested(e))
+    return total
 
 
 def _only_repeats_itself(

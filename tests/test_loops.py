@@ -300,6 +300,19 @@ def test_a_loop_in_a_loop_of_which_both_have_many_iterations_is_driven():
     assert len(flat.equations) < 10
 
 
+def test_a_token_in_a_loop_is_refused_by_its_name():
+    def fn(stack: Any, x: Any) -> Any:
+        def step(x: Any, weight: Any) -> Any:
+            lax.after_all(lax.create_token(x))
+            return jnp.tanh(x @ weight), None
+
+        return lax.scan(step, x, stack)[0]
+
+    stack = np.ones((6, 128, 128), np.float32)
+    with pytest.raises(jturnip.UnsupportedError, match=r"create_token.*not an array"):
+        jturnip.jit(fn, 300_000)(jturnip.host(stack), stack[0])
+
+
 @pytest.mark.long
 def test_shortest_paths_in_half_of_their_peak():
     d = np.random.default_rng(0).random((160, 160), np.float32)

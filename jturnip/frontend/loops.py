@@ -289,7 +289,8 @@ def _inlined(closed: Any, streaming: Streaming, rows: int = 1) -> int:
             each = _inlined(e.params["jaxpr"], streaming, rows) if count == 1 else 1
             total += each * -(-length // count) if count else 1
             continue
-        by_rows = any(v.aval.shape[:1] == (rows,) for v in e.outvars)
+        shapes = (getattr(v.aval, "shape", ()) for v in e.outvars)  # a token has none
+        by_rows = any(shape[:1] == (rows,) for shape in shapes)
         total += rows if by_rows else 1
         total += sum(_inlined(each, streaming, rows) for each in costs.nested(e))
     return total

@@ -24,6 +24,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import jturnip
+from jturnip.frontend import streaming as pass_over_loops
 from jturnip.frontend.flatten import flatten
 from jturnip.frontend.loops import Streaming
 from jturnip.frontend.values import FlatJaxpr, Window
@@ -298,6 +299,21 @@ def test_a_loop_in_a_loop_of_which_both_have_many_iterations_is_driven():
     flat = flat_scans(common_subsequences, a, a, largest=500)
     assert [e.name for e in flat.equations if e.driven] == ["while"]
     assert len(flat.equations) < 10
+
+
+def test_a_loop_that_becomes_more_than_was_expected_is_driven(monkeypatch):
+    """Each of its iterations goes over the rows that another loop made: 16,000 in all."""
+    monkeypatch.setattr(pass_over_loops, "MOST_EQUATIONS", 4_000)
+
+    def program(stack: Any, weight: Any) -> Any:
+        _, rows = lax.scan(lambda x, row: (x, jnp.tanh(row @ weight)), 0.0, stack)
+        longer = lambda rows, scale: (jnp.sin(rows) * scale, None)
+        return lax.scan(longer, rows, jnp.linspace(0.5, 1, 40))[0]
+
+    stack, weight = jnp.zeros((200, 64, 64)), jnp.zeros((64, 64))
+    flat = flat_scans(program, stack, weight, largest=25_000)
+    assert [e.name for e in flat.equations if e.driven] == ["while"]
+    assert 200 < len(flat.equations) < 2000
 
 
 def test_a_token_in_a_loop_is_refused_by_its_name():

@@ -32,7 +32,7 @@ from jturnip.frontend.values import Atom, Equation, FlatJaxpr, Type
 SMALL = 64 * 1024
 # What one function may be cut into: parts of one loop, equations of all its iterations.
 _MOST_PARTS = 1024
-_MOST_EQUATIONS = 100_000
+MOST_EQUATIONS = 100_000
 # A scan that only repeats itself is driven rather than become so many equations.
 _MANY_EQUATIONS = 2_000
 # What it carries and stacks may take this share of the budget then.
@@ -159,6 +159,7 @@ def find_cuts(
     inline: Callable[[Any], FlatJaxpr],
     held: Sequence[Type],
     by_rows: Callable[[Any], bool] = lambda scan: False,
+    too_many: Collection[int] = (),
 ) -> Cuts:
     """Decides what is cut.
 
@@ -168,6 +169,8 @@ def find_cuts(
       inline: inlines the body of a scan.
       held: types of the arrays in host memory that could be cut.
       by_rows: says of a scan whether it reads rows of a table in host memory.
+      too_many: by the ids of their equations, scans that were found to become more than
+        `MOST_EQUATIONS`.
     """
     scans: set[int] = set()
     long: set[int] = set()
@@ -180,8 +183,9 @@ def find_cuts(
             count = None if id(eqn) in scans else _iterations_per_part(eqn, streaming)
             if count is None:
                 continue
-            if count == 1 and (
-                streaming.drive_all or _only_repeats_itself(eqn, streaming, by_rows)
+            if id(eqn) in too_many or (
+                count == 1
+                and (streaming.drive_all or _only_repeats_itself(eqn, streaming, by_rows))
             ):
                 count = 0
             if count == 0:
@@ -265,7 +269,7 @@ def _iterations_per_part(eqn: Any, streaming: Streaming) -> int | None:
     operations = 1 + len(sizes[consts + carry :]) + len(results[carry:])
     worth = _WORTH * operations * streaming.rates.launch_seconds / max(seconds, 1e-12)
     equations = _inlined(body, streaming)
-    fewest = max(-(-length // _MOST_PARTS), -(-length * equations // _MOST_EQUATIONS))
+    fewest = max(-(-length // _MOST_PARTS), -(-length * equations // MOST_EQUATIONS))
     # What several iterations can hold; where one is too much, the partitioner cuts it.
     room = streaming.largest if fixed + each <= streaming.largest else streaming.arena // 2
     if fewest > 1 and fixed + fewest * each > max(room, streaming.arena // 2, SMALL):
@@ -274,7 +278,7 @@ def _iterations_per_part(eqn: Any, streaming: Streaming) -> int | None:
     count = min(length, max(fewest, min(int(worth) + 1, fitting), 1))
     # All that has as many rows is cut as what is scanned; but not what several hand on.
     by_rows = length * _inlined(body, streaming, length) if count == 1 else 0
-    if by_rows > _MOST_EQUATIONS:
+    if by_rows > MOST_EQUATIONS:
         return 2 if fixed + 2 * each <= room else 0
     return count
 

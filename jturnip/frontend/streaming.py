@@ -12,7 +12,7 @@ plans, and so do rows that the host reads and writes (`tables.py`).
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from jturnip.frontend.foreign import Foreign
 from jturnip.frontend.inline import Condition, inline
 from jturnip.frontend.loops import (
     LOOPS,
+    MOST_EQUATIONS,
     SMALL,
     Cuts,
     Streaming,
@@ -161,13 +162,29 @@ def streamed(
         together of parts.
       seen: grows.
     """
-    return _Streamer(flat, streaming, seen).result(flat, forwarded)
+    too_many = set[int]()
+    while True:
+        try:
+            made = _Streamer(flat, streaming, seen, too_many)
+            return made.result(flat, forwarded)
+        except _TooMany as found:
+            too_many.add(id(found.scan))
+
+
+class _TooMany(Exception):
+    """What `find_cuts` expects of a scan is an estimate, and it becomes far more."""
+
+    def __init__(self, scan: Any):
+        super().__init__(scan)
+        self.scan = scan
 
 
 class _Streamer:
     """The new program, while it is made."""
 
-    def __init__(self, flat: FlatJaxpr, streaming: Streaming, seen: Seen):
+    def __init__(
+        self, flat: FlatJaxpr, streaming: Streaming, seen: Seen, too_many: Collection[int]
+    ):
         self._builder = Builder()
         self._streaming = streaming
         self._seen = seen
@@ -187,7 +204,7 @@ class _Streamer:
             read = scans[id(scan)].inputs[: scan_counts(scan)[0]]
             return reads_rows(seen.inline(scan.params["jaxpr"]), read, tables)
 
-        self._cuts: Cuts = find_cuts(flat, streaming, seen.inline, held, by_rows)
+        self._cuts: Cuts = find_cuts(flat, streaming, seen.inline, held, by_rows, too_many)
 
     def result(self, flat: FlatJaxpr, forwarded: Forwarded) -> FlatJaxpr:
         builder, on_host = self._builder, self._streaming.on_host
@@ -555,11 +572,14 @@ class _Streamer:
         ]
         cuts = stacks.bounds(length, rows)
         order = range(len(cuts))
+        before = len(self._builder.equations)
         stacked: list[list[int]] = [[0] * len(cuts) for _ in origin.outvars[carries:]]
         for k in reversed(order) if origin.params["reverse"] else order:
             start, stop = cuts[k]
             pieces = [pieces[k] for pieces in scanned]
             carry, ys = self._iterations(e, fixed, carry, pieces, stop - start)
+            if len(self._builder.equations) - before > MOST_EQUATIONS:
+                raise _TooMany(origin)
             for column, y in zip(stacked, ys, strict=True):
                 column[k] = y
         types = [Type.of(v.aval) for v in origin.outvars[carries:]]

@@ -258,6 +258,15 @@ def _sum_and_product(one: Any, other: Any) -> Any:
     return one[0] + other[0], one[1] * other[1]
 
 
+def _series(x: Any) -> Any:
+    return (
+        lax.igamma(0.1 + jnp.abs(x), 9 * jnp.abs(x[::-1])),
+        lax.igammac(0.1 + jnp.abs(x), jnp.abs(x[::-1])),
+        lax.igamma_grad_a(0.1 + jnp.abs(x), jnp.abs(x[::-1])),
+        lax.betainc(1 + jnp.abs(x), 9 * jnp.abs(x[::-1]), lax.logistic(x)),
+    )
+
+
 POSITIONAL: dict[str, Callable[..., Any]] = {
     "shifted forward": lambda x: lax.pad(x, 0.0, [(0, 0, 0), (1, -1, 0), (0, 0, 0)]),
     "shifted back": lambda x: lax.pad(x, 0.0, [(-2, 2, 0), (0, 0, 0), (0, 0, 0)]),
@@ -315,12 +324,8 @@ POSITIONAL: dict[str, Callable[..., Any]] = {
         )(1 + x[:, 2], mode="drop")
         for how in ("add", "mul", "min", "max", "subtract")
     },
-    "series of each": lambda x: (
-        lax.igamma(0.1 + jnp.abs(x), 9 * jnp.abs(x[::-1])),
-        lax.igammac(0.1 + jnp.abs(x), jnp.abs(x[::-1])),
-        lax.igamma_grad_a(0.1 + jnp.abs(x), jnp.abs(x[::-1])),
-        lax.betainc(1 + jnp.abs(x), 9 * jnp.abs(x[::-1]), lax.logistic(x)),
-    ),
+    # Along one dimension: each takes a second to compile.
+    "series of each": lambda x: _series(x[0, :, 0]),
     "sums so far": lambda x: lax.cumsum(x, 1),
     "put together": lambda x: lax.concatenate([x, x + 1], 1),
     "sorted": lambda x: lax.sort((x, -x), dimension=1, num_keys=1),

@@ -19,6 +19,7 @@ from typing import Any
 
 from jturnip.frontend import parts
 from jturnip.frontend.anew import Large, made_anew
+from jturnip.frontend.apart import read_apart
 from jturnip.frontend.axes import Known, rules
 from jturnip.frontend.choosing import Room, Search, Where as Where, cut_once
 from jturnip.frontend.costs import DeviceRates, slow_in_loops
@@ -75,6 +76,8 @@ _SHARES_APART = (0.5, 0.125)
 # that takes at most so many times what it takes to move it there and back: parts that are
 # moved are tasks of their own.
 _LARGE = 1 / 2
+# What takes this share of the budget is not read whole beside a part of itself.
+_WHOLE = 1 / 2
 _CHEAPER = 32
 
 
@@ -159,7 +162,7 @@ def cut_along_axes(
     flat = sliced_on_host(flat, where.hosted)
     large = large_for(arena, rates, seconds_per_byte)
     may_be_cut = _may_be_cut(flat, arena, where, known)
-    forms = _written_otherwise(flat, arena, large, known) if may_be_cut else ()
+    forms = _forms(flat, arena, where, large, known, sofar) if may_be_cut else ()
     for each, has_copies in forms:
         if has_copies and not anew:
             continue
@@ -195,6 +198,21 @@ def ways_in_tiles(
     for tiled in in_tiles(flat, where, arena, known):
         in_all = tiled.loops == 1 and _fits(tiled.flat, arena, where)
         yield Ways((tiled.flat,), in_tiles=True, in_all=in_all)
+
+
+def _forms(
+    flat: FlatJaxpr, arena: int, where: Where, large: Large, known: Known, sofar: Sofar
+) -> Iterator[tuple[FlatJaxpr, bool]]:
+    """The function as it is written and otherwise, and whether something is made anew in
+    each; if no way was found by then, with what products read and others read too, and is
+    too large to be whole, as several values."""
+    yield from _written_otherwise(flat, arena, large, known)
+    if sofar.most_equations < math.inf:
+        return
+    of_equation = rules(flat, parts.works, known)
+    apart = read_apart(flat, of_equation, where.hosted, int(arena * _WHOLE))
+    if apart is not flat:
+        yield apart, False
 
 
 def _written_otherwise(

@@ -32,49 +32,49 @@ def read_apart(
     Returns:
       The same function, where no other reads what such an equation does.
     """
-    writer = {v: e for e in flat.equations for v in e.outputs}
+    written = {v for e in flat.equations for v in e.outputs}
     of_slice = {s.value: s for s in flat.slices}
-    # Of each value the readings, by what names them; those by the first name are of it.
-    readings = list(_readings(flat, of_equation, least))
-    names: dict[int, dict[object, int]] = {}
-    for v, name, *_ in readings:
-        if v in writer or v in hosted or v in of_slice:
-            known = names.setdefault(v, {})
-            known.setdefault(name, len(known))
-    others = {v: [v] * len(known) for v, known in names.items() if len(known) > 1}
-    if not others:
+    may_be_named = {*written, *hosted, *of_slice}
+    # By value the ways in which it is read: the first reads the value itself.
+    ways: dict[int, list[object]] = {}
+    # Equation and position → which of the ways that is.
+    nth: dict[tuple[int, int], int] = {}
+    for v, way, i, at in _readings(flat, of_equation, least):
+        if v in may_be_named:
+            known = ways.setdefault(v, [])
+            if way not in known:
+                known.append(way)
+            nth[i, at] = known.index(way)
+    names = {v: [v] for v, known in ways.items() if len(known) > 1}
+    if not names:
         return flat
     builder = Builder.of(flat)
     builder.equations.clear()
     slices = list(flat.slices)
-    for v in others:
-        if v not in writer:
-            t = flat.types[v]
-            whole = of_slice.get(v, Slice(v, v, Window.of(t.shape)))
-            for at in range(1, len(others[v])):
-                others[v][at] = builder.value(t)
-                slices.append(dataclasses.replace(whole, value=others[v][at]))
-    instead = {(i, at): (v, names[v][name]) for v, name, i, at in readings if v in others}
+    for v in sorted(names.keys() - written):
+        t = flat.types[v]
+        whole = of_slice.get(v, Slice(v, v, Window.of(t.shape)))
+        for _ in ways[v][1:]:
+            names[v].append(builder.value(t))
+            slices.append(dataclasses.replace(whole, value=names[v][-1]))
     for i, e in enumerate(flat.equations):
         inputs = list(e.inputs)
-        for at in range(len(inputs)):
-            if (i, at) in instead:
-                v, nth = instead[i, at]
-                inputs[at] = others[v][nth]
+        for at, v in enumerate(e.inputs):
+            if not isinstance(v, Constant) and v in names:
+                inputs[at] = names[v][nth.get((i, at), 0)]
         builder.equations.append(dataclasses.replace(e, inputs=tuple(inputs)))
-        for v in e.outputs:
-            for at in range(1, len(others.get(v, ()))):
-                copying = stacks.copying(flat.types[v])
-                (others[v][at],) = builder.ours(copying, (v,), e.within)
+        for v in filter(names.__contains__, e.outputs):
+            for _ in ways[v][1:]:
+                names[v] += builder.ours(stacks.copying(flat.types[v]), (v,), e.within)
     return builder.finish(flat.inputs, flat.outputs, slices)
 
 
 def _readings(
     flat: FlatJaxpr, of_equation: Sequence[Rule | None], least: int
 ) -> Iterator[tuple[int, object, int, int]]:
-    """Where large values are read: each with what names the reading, its equation and its
-    position. Equations that do the same to each position share a name; one that combines
-    positions has one of its own, for each way in which it reads a value."""
+    """Where large values are read: each with the way, the equation and the position.
+    Equations that do the same to each position read in the same way; one that combines
+    positions in ways of its own, one for each of the axes it reads a value along."""
     for i, (e, rule) in enumerate(zip(flat.equations, of_equation, strict=True)):
         if rule is None or e.driven or e.effects:
             continue

@@ -76,9 +76,9 @@ _SHARES_APART = (0.5, 0.125)
 # that takes at most so many times what it takes to move it there and back: parts that are
 # moved are tasks of their own.
 _LARGE = 1 / 2
+_CHEAPER = 32
 # What takes this share of the budget is not read whole beside a part of itself.
 _WHOLE = 1 / 2
-_CHEAPER = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,10 +204,10 @@ def _forms(
     flat: FlatJaxpr, arena: int, where: Where, large: Large, known: Known, sofar: Sofar
 ) -> Iterator[tuple[FlatJaxpr, bool]]:
     """The function as it is written and otherwise, and whether something is made anew in
-    each; if no way was found by then, with what products read and others read too, and is
-    too large to be whole, as several values."""
+    each; if nothing fits by then, with what products read and others read too, and is too
+    large to be whole, as several values."""
     yield from _written_otherwise(flat, arena, large, known)
-    if sofar.most_equations < math.inf:
+    if sofar.fits:
         return
     of_equation = rules(flat, parts.works, known)
     apart = read_apart(flat, of_equation, where.hosted, int(arena * _WHOLE))

@@ -55,3 +55,6 @@ class Sofar:
     # How many times what there is the last one needed by XLA's figures, if blocks were too
     # large in it; else one.
     times: float = 1.0
+    # Whether a program is there that fits: ways that are only for where there is none are
+    # not looked for.
+    fits: bool = False

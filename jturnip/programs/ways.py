@@ -147,7 +147,8 @@ def or_in_blocks(
     if not (scans or (may_gain and not loops)):
         return made
     found = [made]
-    others = (ways for ways in _ways(flat, setting) if not ways.in_tiles)
+    ways_beside = _ways(flat, setting, Sofar(fits=True))
+    others = (ways for ways in ways_beside if not ways.in_tiles)
     for ways in itertools.islice(others, _LOOKED_BESIDE):
         for cut in () if ways.doubtful else ways.cut:
             if len(cut.equations) > len(flat.equations) and not scans:
@@ -332,6 +333,7 @@ class _Compared:
     def _take(self, made: Straight) -> None:
         self.found.append(made)
         self.new.append(made)
+        self.sofar.fits = True
         most = _TIMES_FEWEST * len(made.flat.equations)
         self.sofar.most_equations = min(most, self.sofar.most_equations)
 

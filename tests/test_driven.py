@@ -32,6 +32,7 @@ from jturnip.planner import figures
 from jturnip.programs import driven as driven_programs, make
 from jturnip.programs.records import Chain, Loop, Straight, expected_seconds, straight_parts
 from jturnip.programs.setting import Function
+from jturnip.runtime import hoststacks
 from jturnip.runtime.report import Gathered
 
 
@@ -1087,3 +1088,41 @@ def test_a_body_that_never_fits_is_not_tried_for_each_carried_value(monkeypatch)
     with pytest.raises(jturnip.DoesNotFit, match="cholesky"):
         jturnip.jit(fn, 200_000)(np.eye(400, dtype=np.float32), state)
     assert not sent
+
+
+def _solved(x: Any, w: Any) -> Any:
+    """Descends for some steps, each of which reads all of `x` from both sides."""
+    return lax.fori_loop(0, 6, lambda _, w: w - 1e-3 * (x.T @ jnp.tanh(x @ w)), w)
+
+
+def _solved_anew(x: Any, w: Any) -> Any:
+    """The same, for data that are other ones each time."""
+
+    def again(_: Any, state: Any) -> Any:
+        x, w = state
+        return x * 1.5, _solved(x, w)
+
+    return lax.fori_loop(0, 3, again, (x, w))
+
+
+@pytest.mark.parametrize(("fn", "loops"), [(_solved, 1), (_solved_anew, 3)])
+def test_a_loop_looks_once_at_the_parts_of_what_it_reads_each_time(
+    fn: Any, loops: int, monkeypatch: pytest.MonkeyPatch
+):
+    """Every iteration had made all parts of the data anew, a quarter of its time."""
+    x = np.random.default_rng(0).normal(size=(2048, 64)).astype(np.float32) / 64
+    w = np.ones(64, np.float32)
+    split = jturnip.jit(fn, x.nbytes // 2)
+    arguments = jturnip.host((x, w))
+    assert_same(split(*arguments), jax.jit(fn)(x, w))
+    looked: list[int] = []
+    parts_of = hoststacks.parts_of
+
+    def looked_at(array: Any, windows: Any) -> Any:
+        looked.append(array.nbytes)
+        return parts_of(array, windows)
+
+    monkeypatch.setattr(hoststacks, "parts_of", looked_at)
+    assert_same(split(*arguments), jax.jit(fn)(x, w))
+    assert split.last_run.h2d_bytes > 3 * loops * x.nbytes
+    assert 0 < looked.count(x.nbytes) <= 3 * loops

@@ -29,6 +29,7 @@ from jturnip.programs.records import (
 )
 from jturnip.runners.tasks import Held, SplitRunner
 from jturnip.runtime import hoststacks
+from jturnip.runtime.hoststacks import Views
 from jturnip.runtime.kept import Kept, Source
 from jturnip.runtime.link import SimulatedLink
 from jturnip.runtime.report import Gathered
@@ -49,8 +50,15 @@ class Piece(Protocol):
         made."""
         ...
 
-    def run(self, leaves: Sequence[Any], keep: frozenset[int] = frozenset()) -> list[Any]:
-        """Runs once. Arguments at `keep` are not given up, even where the plan says so."""
+    def run(
+        self,
+        leaves: Sequence[Any],
+        keep: frozenset[int] = frozenset(),
+        *,
+        views: Views | None = None,
+    ) -> list[Any]:
+        """Runs once. Arguments at `keep` are not given up, even where the plan says so; in
+        a loop, `views` has parts of what is the same in all iterations."""
         ...
 
     def leave(self) -> None:
@@ -121,6 +129,7 @@ class LoopRunner:
         leaves: Sequence[Any],
         keep: frozenset[int] = frozenset(),
         held: "Held | HeldByStages | None" = None,
+        views: Views | None = None,
     ) -> list[Any]:
         loop, there = self._loop, device_bytes(held.arrays) if held is not None else 0
         constants = list(leaves[: loop.of_condition + loop.of_body])
@@ -139,6 +148,7 @@ class LoopRunner:
         gathered.add(_ran(self._condition), 0, beside)
         del asked
         run_body, moved = self._body.run, 0
+        views = Views(constants, views)
         first_of_body = self._condition.plan.op_count
         if self._holding is not None and bool(np.asarray(goes_on)):
             if held is None:
@@ -149,7 +159,7 @@ class LoopRunner:
             arguments = [*constants, *carried]
             carried.clear()
             stay = frozenset(i + len(constants) for i in kept)
-            goes_on, *carried = run_body(arguments, stay)
+            goes_on, *carried = run_body(arguments, stay, views=views)
             gathered.add(_ran(self._body), first_of_body, staying + self._beside_body)
             before = arguments[len(constants) :]
             # What the body did not read nobody has let go of.
@@ -237,12 +247,13 @@ class ChoiceRunner:
         leaves: Sequence[Any],
         keep: frozenset[int] = frozenset(),
         held: "HeldByStages | None" = None,
+        views: Views | None = None,
     ) -> list[Any]:
         index, *operands = leaves
         chosen = min(max(int(np.asarray(index)), 0), len(self._branches) - 1)
         branch = self._branches[chosen]
         run, beside = (held or HeldByStages({})).running(chosen, branch)
-        results = run(operands, frozenset(i - 1 for i in keep if i))
+        results = run(operands, frozenset(i - 1 for i in keep if i), views=views)
         beside += self._beside[chosen] + device_bytes([index])
         gathered = Gathered()
         before = sum(b.plan.op_count for b in self._branches[:chosen])
@@ -262,7 +273,14 @@ class RowsRunner:
     def leave(self) -> None:
         pass
 
-    def run(self, leaves: Sequence[Any], keep: frozenset[int] = frozenset()) -> list[Any]:
+    def run(
+        self,
+        leaves: Sequence[Any],
+        keep: frozenset[int] = frozenset(),
+        *,
+        views: Views | None = None,
+    ) -> list[Any]:
+        del views  # it reads no parts
         table, *others = leaves
         began = time.perf_counter()
         moved = sum(a.nbytes for a in others if not placement.is_on_host(a))
@@ -301,7 +319,14 @@ class CallRunner:
     def leave(self) -> None:
         pass
 
-    def run(self, leaves: Sequence[Any], keep: frozenset[int] = frozenset()) -> list[Any]:
+    def run(
+        self,
+        leaves: Sequence[Any],
+        keep: frozenset[int] = frozenset(),
+        *,
+        views: Views | None = None,
+    ) -> list[Any]:
+        del views  # it reads no parts
         began = time.perf_counter()
         moved = sum(a.nbytes for a in leaves if not placement.is_on_host(a))
         there = device_bytes(leaves)
@@ -419,6 +444,7 @@ class ChainRunner:
         leaves: Sequence[Any],
         keep: frozenset[int] = frozenset(),
         held: "HeldByStages | None" = None,
+        views: Views | None = None,
     ) -> list[Any]:
         chain, held = self._chain, held or HeldByStages({})
         values = _Values({v: c.array for v, c in self._closed_over.items()})
@@ -428,7 +454,7 @@ class ChainRunner:
         )
         for i, whose, array in zip(self._arguments, holders, placed, strict=True):
             v = chain.flat.inputs[i]
-            values.arrays[v] = array
+            values.hold(v, array)
             if i in keep or not (whose.donated or whose.ours):
                 values.theirs.add(v)
             elif whose.ours:
@@ -438,6 +464,7 @@ class ChainRunner:
         gathered, first_op = Gathered(), 0
         for at, (stage, piece) in enumerate(self._stages):
             run, beside = held.running(at, piece)
+            run = functools.partial(run, views=views)
             beside += self._run_stage(stage, run, values)
             gathered.add(_ran(piece), first_op, beside)
             gathered.at_rest(stage.constants + values.bytes_beside(()) + held.nbytes)
@@ -478,7 +505,7 @@ class ChainRunner:
                     values.may_share.add(v)
                 passed_on.add(before)
             if v not in stage.unread:
-                values.arrays[v] = array
+                values.hold(v, array)
         return beside
 
     def _result(self, at: int, output: int | Parts, values: "_Values") -> Any:
@@ -556,18 +583,28 @@ class _Values:
     def __init__(self, constants: dict[int, Any]):
         self._constants = constants
         self.arrays: dict[int, Any] = dict(constants)
+        # Device bytes of each but closed-over ones.
+        self._nbytes: dict[int, int] = {}
         # Values whose arrays are the caller's: nothing may use them up.
         self.theirs = set(constants)
         # Those that may share memory with the caller's numpy: no result may be one.
         self.may_share: set[int] = set()
 
+    def hold(self, v: int, array: Any) -> None:
+        """Holds the array of a value from now on."""
+        self.arrays[v] = array
+        self._nbytes[v] = device_bytes([array])
+
     def bytes_beside(self, read: Sequence[int]) -> int:
         """Device bytes of all but some values, and but closed-over arrays."""
         left_out = {*read, *self._constants}
         mine = {id(self.arrays[v]) for v in left_out if v in self.arrays}
-        return device_bytes(
-            a for v, a in self.arrays.items() if v not in left_out and id(a) not in mine
-        )
+        others = {
+            id(array): self._nbytes[v]
+            for v, array in self.arrays.items()
+            if v not in left_out
+        }
+        return sum(nbytes for at, nbytes in others.items() if at not in mine)
 
 
 def _ran(piece: Piece) -> RunReport:

@@ -37,7 +37,7 @@ from jturnip.runtime.engines import (
     make_program,
     return_marks,
 )
-from jturnip.runtime.hoststacks import Assembled, Assembly, parts_of
+from jturnip.runtime.hoststacks import Assembled, Assembly, Views, parts_of
 from jturnip.runtime.kept import Kept, Source
 from jturnip.runtime.link import SimulatedLink
 from jturnip.runtime.loop import Running
@@ -171,6 +171,7 @@ class SplitRunner:
         leaves: Sequence[Any],
         keep: frozenset[int] = frozenset(),
         held: "Held | None" = None,
+        views: Views | None = None,
     ) -> list[Any]:
         """Runs once, to the end; returns the flat results.
 
@@ -178,8 +179,9 @@ class SplitRunner:
           leaves: the flat arguments.
           keep: positions of donated arguments that are not given up for once.
           held: what `hold` put on the device; not needed where the plan has nothing there.
+          views: in a loop, parts of what is the same in all iterations.
         """
-        results, _ = self._run(leaves, keep, held, to_the_end=True)
+        results, _ = self._run(leaves, keep, held, True, views or Views(()))
         return results
 
     def begin(self, leaves: Sequence[Any], held: "Held") -> tuple[list[Any], "Rest | None"]:
@@ -194,7 +196,7 @@ class SplitRunner:
           over. It is to be finished before anything else is put on the device.
         """
         to_the_end = not self._leaves_a_rest(leaves)
-        return self._run(leaves, frozenset(), held, to_the_end)
+        return self._run(leaves, frozenset(), held, to_the_end, Views(()))
 
     def _leaves_a_rest(self, leaves: Sequence[Any]) -> bool:
         """Whether the last runs and offloads may be left to XLA: not where the host has to
@@ -212,6 +214,7 @@ class SplitRunner:
         keep: frozenset[int],
         held: "Held | None",
         to_the_end: bool,
+        views: Views,
     ) -> tuple[list[Any], "Rest | None"]:
         program = self._program
         marks: MarkSlots | None = None
@@ -227,7 +230,7 @@ class SplitRunner:
             assembly = Assembly(self._assembled)
             leaves = assembly.take_over(leaves, keep)
             staying = {self._arguments[i][0] for i in (*assembly.arguments, *keep)}
-            self._place(leaves, arrays)
+            self._place(leaves, arrays, views)
             for instance, copy in held.copies.items() if held is not None else ():
                 arrays[instance] = copy
             donated = self._donated - staying
@@ -285,17 +288,18 @@ class SplitRunner:
         committed = placement.is_on_host(array) or self._committed
         return compat.settled(array, committed)
 
-    def _place(self, leaves: Sequence[Any], arrays: list[Any]) -> None:
+    def _place(self, leaves: Sequence[Any], arrays: list[Any], views: Views) -> None:
         read = [i for i, (at, _) in enumerate(self._arguments) if at not in self._ignored]
         placed = memory.in_their_places(
             [leaves[i] for i in read], [self._arguments[i][1] for i in read], self._device
         )
         for i, array in zip(read, placed, strict=True):
             arrays[self._arguments[i][0]] = array
-        for instance, closed_over in self._closed_over:
-            arrays[instance] = closed_over.array
+        closed_over = dict(self._closed_over)
+        for instance, held in closed_over.items():
+            arrays[instance] = held.array
         for source, instances, cuts in self._cut:
-            rows = parts_of(arrays[source], cuts)
+            rows = views.parts_of(arrays[source], cuts, same=source in closed_over)
             for instance, array in zip(instances, rows, strict=True):
                 arrays[instance] = array
 

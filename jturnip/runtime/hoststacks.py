@@ -10,7 +10,7 @@ import functools
 import gc
 import time
 import weakref
-from collections.abc import Callable, Container, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +50,51 @@ def parts_of(array: jax.Array, windows: Sequence[Window]) -> list[jax.Array | np
         else p
         for p in pieces
     ]
+
+
+class Views:
+    """Parts of arrays in host memory that a loop reads in each of its iterations: each
+    array is looked at once for all of them.
+
+    It is for one run of a loop: it keeps the arrays.
+    """
+
+    def __init__(self, arrays: Iterable[Any], outer: "Views | None" = None):
+        """Of the arrays that are the same in all iterations.
+
+        Args:
+          arrays: those.
+          outer: the same of a loop around it.
+        """
+        self._outer = outer
+        self._same = {id(array): array for array in arrays}
+        # (id of an array, id of the windows) → both, which keeps the ids theirs, and the
+        # parts.
+        self._known: dict[tuple[int, int], tuple[Any, Any, Any]] = {}
+
+    def parts_of(
+        self, array: Any, windows: Sequence[Window], same: bool = False
+    ) -> list[jax.Array | np.ndarray]:
+        """The function of that name, or what it gave for the same before.
+
+        Args:
+          array: in `pinned_host` memory.
+          windows: where each part is.
+          same: whether it is the same in all iterations, though it is not among `arrays`.
+        """
+        if self._outer is not None and (same or self._outer.knows(array)):
+            return self._outer.parts_of(array, windows, same)
+        if not same and not self.knows(array):
+            return parts_of(array, windows)
+        key = id(array), id(windows)
+        if key not in self._known:
+            self._known[key] = array, windows, parts_of(array, windows)
+        return self._known[key][-1]
+
+    def knows(self, array: Any) -> bool:
+        """Whether an array is the same in all iterations, of this loop or one around it."""
+        outer = self._outer is not None and self._outer.knows(array)
+        return outer or id(array) in self._same
 
 
 @dataclass(frozen=True, slots=True)

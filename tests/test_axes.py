@@ -427,7 +427,7 @@ def test_cut_functions_give_the_same(name: str, quick_compilation: None):
     cut = 0
     for share, count in ((2, 2), (5, 1)):
         ways = blocks.cut_along_axes(
-            flat, blocks.Where(frozenset(flat.inputs)), largest // share, RATES, "cpu", COPY
+            flat, blocks.Where(frozenset(flat.inputs)), largest // share, RATES, COPY
         )
         for _, way in zip(
             range(count), (cut for each in ways for cut in each.cut), strict=False
@@ -500,7 +500,7 @@ def test_what_is_between_may_stay_apart(
     narrow = any(a.dtype == jnp.bfloat16 for a in expected)
     for share in (2, 6):
         where = blocks.Where(frozenset(flat.inputs))
-        ways = blocks.cut_along_axes(flat, where, largest // share, RATES, "cpu", COPY)
+        ways = blocks.cut_along_axes(flat, where, largest // share, RATES, COPY)
         for _, way in zip(
             range(3), (cut for each in ways for cut in each.cut), strict=False
         ):
@@ -647,9 +647,7 @@ def test_what_reads_the_same_parts_is_done_side_by_side(after: Callable[[Any], A
     flat = flat_of(fn, *args)
     where = blocks.Where(frozenset(flat.inputs))
     free_launches = DeviceRates(1.0, 1.0, launch_seconds=0.0)
-    way = next(blocks.cut_along_axes(flat, where, 52_000, free_launches, "cpu", COPY)).cut[
-        0
-    ]
+    way = next(blocks.cut_along_axes(flat, where, 52_000, free_launches, COPY)).cut[0]
     assert_same(evaluated(way, *args), [jax.jit(fn)(*args)], ulps=64)
     sources = {s.value: s for s in way.slices}
     read = [
@@ -677,9 +675,7 @@ def test_side_by_side_is_no_reason_to_refuse(share: int):
     flat = flat_of(lambda a, b: a @ b, numbers(256, 256), numbers(256, 256))
     where = blocks.Where(frozenset(flat.inputs))
     free_launches = DeviceRates(1.0, 1.0, launch_seconds=0.0)
-    ways = blocks.cut_along_axes(
-        flat, where, 4 * 256 * 256 // share, free_launches, "cpu", COPY
-    )
+    ways = blocks.cut_along_axes(flat, where, 4 * 256 * 256 // share, free_launches, COPY)
     assert all(len(way.equations) <= 1024 for way in next(ways).cut)
 
 
@@ -735,7 +731,7 @@ def test_nothing_is_cut_where_all_is_small():
     flat = flat_of(attention, *FUNCTIONS["attention"][1])
     assert not list(
         blocks.cut_along_axes(
-            flat, blocks.Where(frozenset(flat.inputs)), 1 << 30, RATES, "cpu", COPY
+            flat, blocks.Where(frozenset(flat.inputs)), 1 << 30, RATES, COPY
         )
     )
 
@@ -920,9 +916,7 @@ def test_random_bits_take_more_than_they_are():
     """XLA holds four times what they take: where only they fit, they are made in blocks."""
     fn = lambda: jax.random.bits(jax.random.key(3), (512, 256))
     flat, nbytes = flat_of(fn), 4 * 512 * 256
-    ways = blocks.cut_along_axes(
-        flat, blocks.Where(frozenset()), 2 * nbytes, RATES, "cpu", COPY
-    )
+    ways = blocks.cut_along_axes(flat, blocks.Where(frozenset()), 2 * nbytes, RATES, COPY)
     way = next(ways).cut[0]
     np.testing.assert_array_equal(evaluated(way)[0], fn())
     assert not any(
@@ -940,7 +934,7 @@ def test_what_may_not_be_put_together_is_tried_last():
 
     flat, arena = flat_of(fn, numbers(128, 16)), 100_000
     where = blocks.Where(frozenset(flat.inputs))
-    ways = list(blocks.cut_along_axes(flat, where, arena, RATES, "cpu", COPY))
+    ways = list(blocks.cut_along_axes(flat, where, arena, RATES, COPY))
     doubtful = [each.doubtful for each in ways]
     assert set(doubtful) == {False, True}
     assert doubtful == sorted(doubtful)

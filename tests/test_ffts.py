@@ -127,7 +127,7 @@ def test_those_that_may_wait_are_not_done_in_blocks(alone: bool):
     flat = flat_of(side_by_side, x)
     expected = DeviceRates(1e9, 1e9, 1e-4, frozenset(["fft"] if alone else []))
     where = blocks.Where(frozenset(flat.inputs))
-    ways = blocks.cut_along_axes(flat, where, 2 * x.nbytes, expected, "cpu", 1e-9)
+    ways = blocks.cut_along_axes(flat, where, 2 * x.nbytes, expected, 1e-9)
     in_blocks = [
         any(parts.IN_BLOCKS in str(e.origin.params.get("name")) for e in cut.equations)
         for way in ways

@@ -186,10 +186,10 @@ def test_rows_of_few_features_are_dear_on_some_devices():
 def test_ways_that_keep_make_nothing_anew():
     flat = flat_of(transport, *ARGS)
     where = blocks.Where(frozenset(flat.inputs))
-    first = next(blocks.cut_along_axes(flat, where, 28_000, DEAR, "cpu", 1e-9))
+    first = next(blocks.cut_along_axes(flat, where, 28_000, DEAR, 1e-9))
     assert first.again is not None
     products = lambda cut: str(cut.equations).count("dot_general")
-    ways = blocks.cut_along_axes(flat, where, 28_000, DEAR, "cpu", 1e-9, False, keep=True)
+    ways = blocks.cut_along_axes(flat, where, 28_000, DEAR, 1e-9, False, keep=True)
     kept = next(way for way in ways if way.again is None)
     (cut, *_) = kept.cut
     assert 0 < products(cut) < sum(e.name == "sub" for e in cut.equations)
@@ -200,12 +200,12 @@ def test_both_forms_are_ways_to_cut():
     flat = flat_of(transport, *ARGS)
     where = blocks.Where(frozenset(flat.inputs))
     arena = 28_000
-    ways = next(blocks.cut_along_axes(flat, where, arena, DEAR, "cpu", 1e-9, anew=False))
+    ways = next(blocks.cut_along_axes(flat, where, arena, DEAR, 1e-9, anew=False))
     written, plain = ways.cut
     assert len(written.equations) == len(plain.equations)
     count = lambda cut: str(cut.equations).count("dot_general[")
     assert 2 * count(written) < count(plain)
-    ways = next(blocks.cut_along_axes(flat, where, arena, CHEAP, "cpu", 1e-9, anew=False))
+    ways = next(blocks.cut_along_axes(flat, where, arena, CHEAP, 1e-9, anew=False))
     assert len(ways.cut) == 1
 
 
@@ -247,7 +247,7 @@ def test_what_tasks_would_make_anew_is_kept_where_all_is_in_parts():
     loss = jax.grad(normalised, tuple(range(1, len(LAYERS))))
     flat = flat_of(loss, *LAYERS)
     where = blocks.Where(frozenset(flat.inputs))
-    ways = blocks.cut_along_axes(flat, where, 6 << 20, DEAR, "cpu", 1e-9)
+    ways = blocks.cut_along_axes(flat, where, 6 << 20, DEAR, 1e-9)
     first = next(way for way in ways if way.keeps and not way.doubtful)
     count = lambda flat: sum(e.name == "conv_general_dilated" for e in flat.equations)
     (cut, *_) = first.cut

@@ -410,9 +410,7 @@ def test_once_enough_was_looked_at_there_are_no_ways_to_cut_a_function():
 
     def ways(effort: Effort) -> list[Ways]:
         arena = MANY.nbytes * 64
-        found = blocks.cut_along_axes(
-            flat, where, arena, rates(cpu), "cpu", 1e-9, effort=effort
-        )
+        found = blocks.cut_along_axes(flat, where, arena, rates(cpu), 1e-9, effort=effort)
         return list(found)
 
     looked_at = Effort()
@@ -425,7 +423,7 @@ def ways_to_cut(fn: Any, sofar: Sofar) -> Iterator[Ways]:
     flat = flat_of(fn, MANY, MANY)
     where, arena = blocks.Where(frozenset(), frozenset()), MANY.nbytes * 64
     cpu = jax.devices("cpu")[0]
-    return blocks.cut_along_axes(flat, where, arena, rates(cpu), "cpu", 1e-9, sofar=sofar)
+    return blocks.cut_along_axes(flat, where, arena, rates(cpu), 1e-9, sofar=sofar)
 
 
 def test_ways_with_too_many_equations_are_left_out_and_counted():

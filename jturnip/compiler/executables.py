@@ -31,11 +31,18 @@ from jturnip.compiler.origin import Origin, compile_lowered
 from jturnip.compiler.progress import progress_bar
 from jturnip.compiler.report import CompileReport, Spent
 from jturnip.compiler.trials import known_times, may_be_tried
-from jturnip.frontend import costs
+from jturnip.frontend import convolutions, costs
 from jturnip.frontend.hints import calls_out
 from jturnip.frontend.keys import constant_key, context_key, params_key, type_key
 from jturnip.frontend.partition import Group
-from jturnip.frontend.values import Constant, FlatJaxpr, Type, is_key, is_packed
+from jturnip.frontend.values import (
+    Constant,
+    Equation,
+    FlatJaxpr,
+    Type,
+    is_key,
+    is_packed,
+)
 from jturnip.native import marks
 from jturnip.units import GRANULE
 
@@ -295,7 +302,7 @@ def _lower(task: _Work, how: How) -> tuple[Any, Any]:
     structs = [t.struct(sharding) for t in types]
     if task.marked:
         structs.append(jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding))
-    function = _as_function(task)
+    function = _as_function(task, _bind_on(how))
     try:
         options = dict(how.options) or None
         jitted = jax.jit(
@@ -310,7 +317,19 @@ def _lower(task: _Work, how: How) -> tuple[Any, Any]:
         raise
 
 
-def _as_function(work: _Work) -> Callable[..., Any]:
+# Applies an equation to what it reads.
+_Bind: TypeAlias = Callable[[Equation, Sequence[Any]], Sequence[Any]]
+
+
+def _bind_on(how: How) -> _Bind:
+    """How equations are applied for a device."""
+    platform = how.device.platform if how.device is not None else jax.default_backend()
+    if platform != "cpu":
+        return Equation.bind
+    return convolutions.bound
+
+
+def _as_function(work: _Work, bind: _Bind) -> Callable[..., Any]:
     flat, group = work.flat, work.group
     made_turned = _turned(flat, group)
     turned = [at for at, v in enumerate(group.outputs) if v in made_turned]
@@ -325,7 +344,7 @@ def _as_function(work: _Work) -> Callable[..., Any]:
                 numbers.get((k, i), v.value) if isinstance(v, Constant) else values[v]
                 for i, v in enumerate(equation.inputs)
             ]
-            values.update(zip(equation.outputs, equation.bind(operands), strict=True))
+            values.update(zip(equation.outputs, bind(equation, operands), strict=True))
         results = [values[v] for v in group.outputs]
         # XLA makes all results of an executable ready together, so any small one will do.
         done = jnp.int32(0)

@@ -22,7 +22,7 @@ from jturnip.frontend.anew import Large, made_anew
 from jturnip.frontend.apart import read_apart
 from jturnip.frontend.axes import Known, rules
 from jturnip.frontend.choosing import Room, Search, Where as Where, cut_once
-from jturnip.frontend.costs import DeviceRates, slow_in_loops
+from jturnip.frontend.costs import DeviceRates
 from jturnip.frontend.effort import Effort, Sofar
 from jturnip.frontend.materializing import Again
 from jturnip.frontend.repeats import repeated
@@ -118,7 +118,6 @@ def cut_along_axes(
     where: Where,
     arena: int,
     rates: DeviceRates,
-    platform: str,
     seconds_per_byte: float,
     anew: bool = True,
     effort: Effort | None = None,
@@ -133,7 +132,6 @@ def cut_along_axes(
       where: where its arguments are.
       arena: bytes on the device; where none are left, there is no way.
       rates: what the device is expected to do.
-      platform: the device's.
       seconds_per_byte: what it takes to move a byte to host memory and back.
       anew: whether there are ways in which what is large is made anew rather than kept;
         they come before those without.
@@ -149,7 +147,7 @@ def cut_along_axes(
     if arena <= 0:
         return
     flat = rows_as_blocks(repeated(flat, arena), arena)
-    search = where, arena, rates, platform, keep
+    search = where, arena, rates, keep
     of_search = known, effort, sofar
     rest: list[Ways] = []
     for form in _together_and_apart(flat, where, arena, known):
@@ -238,12 +236,10 @@ def _in_some_ways(
     where: Where,
     arena: int,
     rates: DeviceRates,
-    platform: str,
     keep: bool,
     search: Search,
 ) -> Iterator[Ways]:
     effort, sofar = search.effort, search.sofar
-    slow = slow_in_loops(platform)
     seen: set[Any] = set()
     nothing_kept: set[Any] = set()
     too_large: set[Any] = set()
@@ -271,7 +267,6 @@ def _in_some_ways(
             apart=apart,
             keep=keeps,
             side_by_side=True,
-            slow=slow,
             rates=rates,
             where=where,
         )

@@ -15,7 +15,7 @@ import jax
 
 from jturnip.errors import UnsupportedError
 from jturnip.frontend.choosing import Room, Search, Where, cut_once
-from jturnip.frontend.costs import DeviceRates, slow_in_loops
+from jturnip.frontend.costs import DeviceRates
 from jturnip.frontend.loops import LOOPS, loop_counts
 from jturnip.frontend.shifting import shifted
 from jturnip.frontend.streaming import Seen
@@ -135,7 +135,6 @@ class _Bodies:
             apart=False,
             keep=False,
             side_by_side=False,
-            slow=slow_in_loops(self.seen.platform),
             rates=self.rates,
             where=Where(frozenset(), there),
         )

@@ -170,8 +170,6 @@ class Room:
     keep: bool
     # Whether stretches that read the same parts may be done side by side.
     side_by_side: bool
-    # Primitives that are slow in loops on this platform.
-    slow: frozenset[str]
     rates: costs.DeviceRates
     where: Where
 
@@ -196,10 +194,8 @@ class Room:
     def may_be_in_blocks(
         self, flat: FlatJaxpr, stretch: Stretch, written: Collection[int] = ()
     ) -> bool:
-        """Whether a stretch is not slow in a loop over blocks, nor may it wait for itself,
-        if these values are written down for later loops."""
-        if any(flat.equations[i].name in self.slow for i in stretch.working):
-            return False
+        """Whether a stretch may be a loop over blocks, and does not wait for itself, if
+        these values are written down for later loops."""
         if stretch.halos:  # parts at the borders read less than others
             return False
         alone = self.rates.one_a_task

@@ -48,15 +48,6 @@ HEAVY = LINEAR_ALGEBRA | frozenset(
     " threefry2x32 custom_call jit pjit".split()
 )
 
-# The CPU's XLA runs gradients of convolutions twenty times slower in a loop.
-_SLOW_IN_LOOPS = {"cpu": frozenset(["conv_general_dilated"])}
-
-
-def slow_in_loops(platform: str) -> frozenset[str]:
-    """Primitives that are much slower in a loop on a platform."""
-    return _SLOW_IN_LOOPS.get(platform, frozenset())
-
-
 # Fewer elements are written than read.
 REDUCTIONS = frozenset(
     "reduce reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor"

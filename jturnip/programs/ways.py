@@ -67,6 +67,9 @@ _LOOKED_BESIDE = 12
 # The same where no more tasks than so many read and write much for one another: attention
 # with a bias took twice as long over 39 tasks as in blocks.
 _FEW_TASKS = 100
+# That is expected to take this share of their time at least: three layers of convolutions
+# with their activations took 1.8 times as long over 82 tasks as in blocks.
+_OF_COMPUTING = 1 / 8
 # What goes in and comes out moves so many times if only borders of tiles move twice: of
 # nine fields of 192 rows, 1.5 times in a half, where other ways moved six times as much.
 _WITH_BORDERS = 1.6
@@ -383,14 +386,14 @@ def _waits(made: Straight, times: float = _WAITS) -> bool:
 
 def _writes_down_much(made: Straight, expected: DeviceRates) -> bool:
     """Whether few tasks read and write many times what goes in and comes out, and that is
-    most of what they do."""
+    much of what they do."""
     graph = made.split.graph
     if len(graph.tasks) > _FEW_TASKS:
         return False
     crossing = _crossing_bytes(graph)
     computing = sum(task.seconds for task in graph.tasks)
-    is_most = crossing / expected.bytes_per_second > computing / 2
-    return is_most and crossing > _MUCH * _bytes_of_ends(made.flat)
+    is_much = crossing / expected.bytes_per_second > _OF_COMPUTING * computing
+    return is_much and crossing > _MUCH * _bytes_of_ends(made.flat)
 
 
 def _crossing_bytes(graph: TaskGraph) -> int:
@@ -452,7 +455,6 @@ def _ways(
         places.where(flat, setting.arguments),
         setting.arena,
         setting.rates,
-        setting.device.platform,
         setting.seconds_per_byte,
         anew,
         setting.how.effort,

@@ -1,0 +1,137 @@
+"""Convolutions within loops, as XLA's fast ones for the CPU have them.
+
+XLA brings the dimensions of a convolution into the order of the library that it calls, but
+only outside of loops (`ConvCanonicalization` in xla/service/cpu/conv_canonicalization.cc
+goes through the entry computation). Within a loop, one in another order is done number by
+number: there gradients of convolutions took ten to forty times as long. So they have that
+order before XLA sees them, with transposes around them.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax import lax
+
+from jturnip.frontend import costs
+from jturnip.frontend.loops import LOOPS
+from jturnip.frontend.values import Equation, bind
+
+
+_NAME = "conv_general_dilated"
+# Primitive → the parameters that hold jaxprs.
+_HOLDING = {
+    "scan": ("jaxpr",),
+    "while": ("cond_jaxpr", "body_jaxpr"),
+    "cond": ("branches",),
+    "jit": ("jaxpr",),
+    "pjit": ("jaxpr",),
+    "checkpoint": ("jaxpr",),
+    "remat2": ("jaxpr",),
+}
+
+
+def bound(e: Equation, operands: Sequence[Any]) -> Sequence[Any]:
+    """Applies an equation, with the convolutions in its loops in that order."""
+    if e.effects:
+        return e.bind(operands)
+    return bind(e.origin, operands, **_inside(e.origin, in_loop=False))
+
+
+def _inside(eqn: Any, in_loop: bool) -> dict[str, Any]:
+    """The parameters of an equation that hold convolutions in another order, in loops or in
+    what is in a loop; with these in that order."""
+    in_loop |= eqn.primitive.name in LOOPS
+    changed = {}
+    for name in _HOLDING.get(eqn.primitive.name, ()):
+        param = eqn.params[name]
+        if isinstance(param, tuple):
+            made: Any = tuple(_reordered(each, in_loop) for each in param)
+            same = all(a is b for a, b in zip(made, param, strict=True))
+        else:
+            made = _reordered(param, in_loop)
+            same = made is param
+        if not same:
+            changed[name] = made
+    return changed
+
+
+def _reordered(holder: Any, in_loop: bool) -> Any:
+    """A jaxpr, closed or not, with its convolutions in that order; itself if it has none in
+    another."""
+    jaxpr = getattr(holder, "jaxpr", holder)
+    consts = getattr(holder, "consts", ())
+    if jaxpr.effects or not _has_some(jaxpr, in_loop):
+        return holder
+
+    def function(*operands: Any) -> list[Any]:
+        values = dict(zip(jaxpr.constvars, consts, strict=True))
+        values.update(zip(jaxpr.invars, operands, strict=True))
+        read = lambda v: v.val if hasattr(v, "val") else values[v]
+        for eqn in jaxpr.eqns:
+            given = list(map(read, eqn.invars))
+            if in_loop and _is_other(eqn):
+                results: Sequence[Any] = [_in_order(eqn, *given)]
+            else:
+                results = bind(eqn, given, **_inside(eqn, in_loop))
+            values.update(zip(eqn.outvars, results, strict=True))
+        return list(map(read, jaxpr.outvars))
+
+    avals = (v.aval for v in jaxpr.invars)
+    structs = [
+        jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=getattr(a, "weak_type", False))
+        for a in avals
+    ]
+    made = jax.make_jaxpr(function)(*structs)
+    if holder is not jaxpr:
+        return made
+    return made.jaxpr if not made.consts else holder
+
+
+def _has_some(jaxpr: Any, in_loop: bool) -> bool:
+    """Whether something of a jaxpr is in another order and in a loop."""
+    for eqn in jaxpr.eqns:
+        if in_loop and _is_other(eqn):
+            return True
+        loop = in_loop or eqn.primitive.name in LOOPS
+        if any(_has_some(getattr(j, "jaxpr", j), loop) for j in costs.nested(eqn)):
+            return True
+    return False
+
+
+def _is_other(eqn: Any) -> bool:
+    """Whether it is a convolution in another order."""
+    if eqn.primitive.name != _NAME:
+        return False
+    numbers = eqn.params["dimension_numbers"]
+    return numbers != _order(len(numbers.lhs_spec))
+
+
+def _order(rank: int) -> lax.ConvDimensionNumbers:
+    """Images of examples, positions and channels, and windows of positions, channels read
+    and channels written."""
+    last, between = rank - 1, tuple(range(1, rank - 1))
+    image = (0, last, *between)
+    window = (last, last - 1, *(d - 1 for d in between))
+    return lax.ConvDimensionNumbers(image, window, image)
+
+
+def _in_order(eqn: Any, image: Any, window: Any) -> Any:
+    """What a convolution gives, done in that order."""
+    numbers = eqn.params["dimension_numbers"]
+    order = _order(len(numbers.lhs_spec))
+    (result,) = bind(
+        eqn,
+        (
+            _turned(image, numbers.lhs_spec, order.lhs_spec),
+            _turned(window, numbers.rhs_spec, order.rhs_spec),
+        ),
+        dimension_numbers=order,
+    )
+    return _turned(result, order.out_spec, numbers.out_spec)
+
+
+def _turned(array: Any, old: Sequence[int], new: Sequence[int]) -> Any:
+    """An array whose dimensions are these of its kinds, with others for the same kinds."""
+    at = dict(zip(new, old, strict=True))
+    return lax.transpose(array, [at[dim] for dim in range(len(old))])

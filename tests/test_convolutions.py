@@ -1,4 +1,4 @@
-"""Convolutions within loops, in the order of dimensions that is fast there."""
+"""Convolutions in loops and branches, in the order of dimensions that is fast there."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -14,6 +14,7 @@ from jax import lax
 import jturnip
 from jturnip.frontend import convolutions, costs
 from jturnip.frontend.inline import inline
+from jturnip.frontend.loops import LOOPS_AND_BRANCHES
 from jturnip.frontend.values import FlatJaxpr
 
 
@@ -63,17 +64,21 @@ def within(fn: Callable[[Any, Any], Any], xs: Any, w: Any) -> Any:
     return lax.map(lambda w: mapped(fn, xs, w), jnp.stack([w, 2 * w]))
 
 
-LOOPS = [mapped, while_some, chosen, called, within]
+def either(fn: Callable[[Any, Any], Any], xs: Any, w: Any) -> Any:
+    return lax.cond(xs[0, 0, 0, 0, 0] > 0, fn, lambda w, x: -fn(w, x), w, xs[1])
 
 
-def orders_of(jaxpr: Any, in_loop: bool = False) -> Iterator[tuple[Any, bool]]:
-    """The order of each convolution, and whether it is in a loop."""
+INNER = [mapped, while_some, chosen, called, within, either]
+
+
+def orders_of(jaxpr: Any, is_inner: bool = False) -> Iterator[tuple[Any, bool]]:
+    """The order of each convolution, and whether it is in a loop or a branch."""
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "conv_general_dilated":
-            yield eqn.params["dimension_numbers"], in_loop
-        loop = in_loop or eqn.primitive.name in ("scan", "while")
+            yield eqn.params["dimension_numbers"], is_inner
+        inside = is_inner or eqn.primitive.name in LOOPS_AND_BRANCHES
         for inner in costs.nested(eqn):
-            yield from orders_of(getattr(inner, "jaxpr", inner), loop)
+            yield from orders_of(getattr(inner, "jaxpr", inner), inside)
 
 
 def evaluated(flat: FlatJaxpr, *args: Any) -> list[Any]:
@@ -86,22 +91,22 @@ def evaluated(flat: FlatJaxpr, *args: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("order", ORDERS, ids="-".join)
-@pytest.mark.parametrize("loop", LOOPS)
-def test_all_in_loops_have_the_fast_order(
-    loop: Callable[..., Any], order: tuple[str, str, str]
+@pytest.mark.parametrize("inner", INNER)
+def test_all_in_loops_and_branches_have_the_fast_order(
+    inner: Callable[..., Any], order: tuple[str, str, str]
 ):
-    fn = functools.partial(loop, jax.grad(functools.partial(loss, order)))
+    fn = functools.partial(inner, jax.grad(functools.partial(loss, order)))
     flat = inline(jax.make_jaxpr(fn)(IMAGES, KERNEL))
     made = jax.make_jaxpr(functools.partial(evaluated, flat))(IMAGES, KERNEL)
     found = list(orders_of(made.jaxpr))
     fast = lax.conv_dimension_numbers(IMAGES[0].shape, KERNEL.shape, ORDERS[0])
     assert found
-    assert {each for each, in_loop in found if in_loop} == {fast}
+    assert {each for each, is_inner in found if is_inner} == {fast}
     expected = jax.jit(fn)(IMAGES, KERNEL)
     assert_same(jax.jit(functools.partial(evaluated, flat))(IMAGES, KERNEL), [expected])
 
 
-def test_what_is_in_no_loop_stays_as_it_is():
+def test_what_is_in_neither_stays_as_it_is():
     """XLA brings it in order by itself."""
     fn = lambda x, w: jax.jit(functools.partial(convolved, ORDERS[1]))(x, w)
     flat = inline(jax.make_jaxpr(fn)(IMAGES[0], KERNEL))
@@ -113,7 +118,7 @@ def test_what_is_in_no_loop_stays_as_it_is():
 def test_other_loops_are_the_same():
     fn = lambda x, w: lax.map(lambda x: convolved(ORDERS[0], x, w), x)
     (eqn,) = jax.make_jaxpr(fn)(IMAGES, KERNEL).jaxpr.eqns
-    assert not convolutions._inside(eqn, in_loop=False)
+    assert not convolutions._inside(eqn, inner=False)
 
 
 @pytest.mark.parametrize("dims", [1, 3])
@@ -124,6 +129,22 @@ def test_of_one_dimension_or_three(dims: int):
     flat = inline(jax.make_jaxpr(fn)(x, w))
     found = jax.jit(functools.partial(evaluated, flat))(x, w)
     assert_same(found, [jax.jit(fn)(x, w)])
+
+
+def test_of_groups_of_channels_and_their_gradients():
+    x = RANDOM.normal(size=(3, 2, 8, 8, 6)).astype(np.float32)
+    w = RANDOM.normal(size=(3, 3, 1, 12)).astype(np.float32)
+
+    def loss(w: Any, x: Any) -> Any:
+        y = lax.conv_general_dilated(
+            x, w, (1, 2), "SAME", dimension_numbers=ORDERS[0], feature_group_count=6
+        )
+        return jnp.sum(jnp.sin(y))
+
+    fn = functools.partial(mapped, jax.grad(loss, (0, 1)))
+    flat = inline(jax.make_jaxpr(fn)(x, w))
+    found = jax.jit(functools.partial(evaluated, flat))(x, w)
+    assert_same(found, list(jax.jit(fn)(x, w)))
 
 
 def test_gradients_over_microbatches_are_those_of_stock_jit():

@@ -1,10 +1,11 @@
-"""Convolutions within loops, as XLA's fast ones for the CPU have them.
+"""Convolutions within loops and branches, as XLA's fast ones for the CPU have them.
 
 XLA brings the dimensions of a convolution into the order of the library that it calls, but
-only outside of loops (`ConvCanonicalization` in xla/service/cpu/conv_canonicalization.cc
-goes through the entry computation). Within a loop, one in another order is done number by
-number: there gradients of convolutions took ten to forty times as long. So they have that
-order before XLA sees them, with transposes around them.
+only outside of loops and branches (`ConvCanonicalization` in
+xla/service/cpu/conv_canonicalization.cc goes through the entry computation). Within one, a
+convolution in another order is done number by number: there gradients of convolutions took
+ten to forty times as long. So they have that order before XLA sees them, with transposes
+around them.
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ import jax
 from jax import lax
 
 from jturnip.frontend import costs
-from jturnip.frontend.loops import LOOPS
+from jturnip.frontend.loops import LOOPS_AND_BRANCHES
 from jturnip.frontend.values import Equation, bind
 
 
@@ -32,36 +33,36 @@ _HOLDING = {
 
 
 def bound(e: Equation, operands: Sequence[Any]) -> Sequence[Any]:
-    """Applies an equation, with the convolutions in its loops in that order."""
+    """Applies an equation, with the convolutions in loops and branches in that order."""
     if e.effects:
         return e.bind(operands)
-    return bind(e.origin, operands, **_inside(e.origin, in_loop=False))
+    return bind(e.origin, operands, **_inside(e.origin, inner=False))
 
 
-def _inside(eqn: Any, in_loop: bool) -> dict[str, Any]:
-    """The parameters of an equation that hold convolutions in another order, in loops or in
-    what is in a loop; with these in that order."""
-    in_loop |= eqn.primitive.name in LOOPS
+def _inside(eqn: Any, inner: bool) -> dict[str, Any]:
+    """The parameters of an equation that hold convolutions in another order, within loops
+    and branches or all, with these in that order; `inner` if it is within one itself."""
+    inner |= eqn.primitive.name in LOOPS_AND_BRANCHES
     changed = {}
     for name in _HOLDING.get(eqn.primitive.name, ()):
         param = eqn.params[name]
         if isinstance(param, tuple):
-            made: Any = tuple(_reordered(each, in_loop) for each in param)
+            made: Any = tuple(_reordered(each, inner) for each in param)
             same = all(a is b for a, b in zip(made, param, strict=True))
         else:
-            made = _reordered(param, in_loop)
+            made = _reordered(param, inner)
             same = made is param
         if not same:
             changed[name] = made
     return changed
 
 
-def _reordered(holder: Any, in_loop: bool) -> Any:
+def _reordered(holder: Any, inner: bool) -> Any:
     """A jaxpr, closed or not, with its convolutions in that order; itself if it has none in
     another."""
     jaxpr = getattr(holder, "jaxpr", holder)
     consts = getattr(holder, "consts", ())
-    if jaxpr.effects or not _has_some(jaxpr, in_loop):
+    if jaxpr.effects or not _has_some(jaxpr, inner):
         return holder
 
     def function(*operands: Any) -> list[Any]:
@@ -70,10 +71,10 @@ def _reordered(holder: Any, in_loop: bool) -> Any:
         read = lambda v: v.val if hasattr(v, "val") else values[v]
         for eqn in jaxpr.eqns:
             given = list(map(read, eqn.invars))
-            if in_loop and _is_other(eqn):
+            if inner and _is_other(eqn):
                 results: Sequence[Any] = [_in_order(eqn, *given)]
             else:
-                results = bind(eqn, given, **_inside(eqn, in_loop))
+                results = bind(eqn, given, **_inside(eqn, inner))
             values.update(zip(eqn.outvars, results, strict=True))
         return list(map(read, jaxpr.outvars))
 
@@ -88,13 +89,13 @@ def _reordered(holder: Any, in_loop: bool) -> Any:
     return made.jaxpr if not made.consts else holder
 
 
-def _has_some(jaxpr: Any, in_loop: bool) -> bool:
-    """Whether something of a jaxpr is in another order and in a loop."""
+def _has_some(jaxpr: Any, inner: bool) -> bool:
+    """Whether something of a jaxpr is in another order, within a loop or a branch."""
     for eqn in jaxpr.eqns:
-        if in_loop and _is_other(eqn):
+        if inner and _is_other(eqn):
             return True
-        loop = in_loop or eqn.primitive.name in LOOPS
-        if any(_has_some(getattr(j, "jaxpr", j), loop) for j in costs.nested(eqn)):
+        inside = inner or eqn.primitive.name in LOOPS_AND_BRANCHES
+        if any(_has_some(getattr(j, "jaxpr", j), inside) for j in costs.nested(eqn)):
             return True
     return False
 

@@ -992,7 +992,16 @@ def test_a_loop_over_what_is_read_along_two_axes(fn, share):
 
 
 @pytest.mark.long
-def test_what_an_iteration_makes_is_cut_in_a_loop_of_known_length():
+@pytest.mark.parametrize(
+    ("shape", "count", "strategy"),
+    [((8, 1, 32, 32), 2, "ours"), ((1, 1, 64, 64), 1, "driven")],
+)
+def test_what_an_iteration_makes_is_cut_in_a_loop_of_known_length(
+    shape: tuple[int, ...], count: int, strategy: str
+):
+    """Of several images in blocks, and the loop is one task; of one over tasks, since
+    windows slide over it."""
+
     def denoised(kernels: Any, x: Any) -> Any:
         def step(_: Any, x: Any) -> Any:
             wide = x
@@ -1010,13 +1019,13 @@ def test_what_an_iteration_makes_is_cut_in_a_loop_of_known_length():
     kernels = [
         rng.normal(size=s).astype(np.float32) / 9 for s in ((16, 1, 3, 3), (16, 16, 3, 3))
     ]
-    x = rng.normal(size=(8, 1, 32, 32)).astype(np.float32)
+    kernels, x = kernels[:count], rng.normal(size=shape).astype(np.float32)
     gpu_bytes = jturnip.peak_bytes(denoised, kernels, x) // 2
     f = jturnip.jit(denoised, gpu_bytes)
     with Watch([kernels, x]) as watch:
         assert_same(f(kernels, x), jax.jit(denoised)(kernels, x), ulps=256)
     assert max(watch.peak_bytes, f.last_run.peak_bytes) <= gpu_bytes
-    assert f.last_run.strategy == "driven"
+    assert f.last_run.strategy == strategy
 
 
 def test_a_short_scan_that_looks_up_rows_is_planned_once():

@@ -16,7 +16,7 @@ import jax
 from jturnip.errors import UnsupportedError
 from jturnip.frontend.choosing import Room, Search, Where, cut_once
 from jturnip.frontend.costs import DeviceRates
-from jturnip.frontend.loops import LOOPS, loop_counts
+from jturnip.frontend.loops import INSIDE, LOOPS, loop_counts
 from jturnip.frontend.shifting import shifted
 from jturnip.frontend.streaming import Seen
 from jturnip.frontend.values import (
@@ -39,12 +39,6 @@ _TRIES = (
     (4, 2, False, 0.125),
     (16, 2, False, 0.125),
 )
-# What holds the jaxprs of what is done inside.
-_INSIDE = {
-    "scan": ("jaxpr",),
-    "while": ("cond_jaxpr", "body_jaxpr"),
-    "cond": ("branches",),
-}
 
 
 def with_bodies_in_blocks(
@@ -93,7 +87,7 @@ class _Bodies:
         return dataclasses.replace(flat, equations=tuple(e for e, _ in made)), how
 
     def _equation(self, e: Equation, flat: FlatJaxpr, arena: int) -> tuple[Equation, _How]:
-        inside = _INSIDE.get(e.name, ())
+        inside = INSIDE.get(e.name, ())
         if not inside or e.driven or e.effects or e.origin.effects:
             return e, ()
         if self.seen.is_unrolled(e.origin):

@@ -4,7 +4,7 @@ XLA brings the dimensions of a convolution into the order of the library that it
 only outside of loops and branches (`ConvCanonicalization` in
 xla/service/cpu/conv_canonicalization.cc goes through the entry computation). Within one, a
 convolution in another order is done number by number: there gradients of convolutions took
-ten to forty times as long. So they have that order before XLA sees them, with transposes
+ten to fifty times as long. So they have that order before XLA sees them, with transposes
 around them.
 """
 
@@ -14,22 +14,13 @@ from typing import Any
 import jax
 from jax import lax
 
-from jturnip.frontend import costs
-from jturnip.frontend.loops import LOOPS_AND_BRANCHES
+from jturnip.frontend.loops import INSIDE, LOOPS_AND_BRANCHES
 from jturnip.frontend.values import Equation, bind
 
 
 _NAME = "conv_general_dilated"
 # Primitive → the parameters that hold jaxprs.
-_HOLDING = {
-    "scan": ("jaxpr",),
-    "while": ("cond_jaxpr", "body_jaxpr"),
-    "cond": ("branches",),
-    "jit": ("jaxpr",),
-    "pjit": ("jaxpr",),
-    "checkpoint": ("jaxpr",),
-    "remat2": ("jaxpr",),
-}
+_HOLDING = {**INSIDE, **dict.fromkeys(["jit", "pjit", "checkpoint", "remat2"], ("jaxpr",))}
 
 
 def bound(e: Equation, operands: Sequence[Any]) -> Sequence[Any]:
@@ -95,8 +86,11 @@ def _has_some(jaxpr: Any, inner: bool) -> bool:
         if inner and _is_other(eqn):
             return True
         inside = inner or eqn.primitive.name in LOOPS_AND_BRANCHES
-        if any(_has_some(getattr(j, "jaxpr", j), inside) for j in costs.nested(eqn)):
-            return True
+        for name in _HOLDING.get(eqn.primitive.name, ()):
+            param = eqn.params[name]
+            holders = param if isinstance(param, tuple) else (param,)
+            if any(_has_some(getattr(each, "jaxpr", each), inside) for each in holders):
+                return True
     return False
 
 

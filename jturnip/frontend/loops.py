@@ -44,6 +44,12 @@ _WORTH = 4
 LOOPS = frozenset(["scan", "while"])
 # What is taken apart or driven where it is too large.
 LOOPS_AND_BRANCHES = LOOPS | {"cond"}
+# What holds the jaxprs of what is done inside.
+INSIDE = {
+    "scan": ("jaxpr",),
+    "while": ("cond_jaxpr", "body_jaxpr"),
+    "cond": ("branches",),
+}
 # A function of the user's that is called with numbers, and gives some.
 CALL = "pure_callback"
 

@@ -262,13 +262,8 @@ class ChoiceRunner:
         return results
 
 
-class RowsRunner:
-    """Takes rows out of a table in host memory, or adds some to it."""
-
-    def __init__(self, rows: Rows):
-        self.plan = rows.plan
-        self.last_run: RunReport | None = None
-        self._rows = rows
+class _ByHost:
+    """What the host does itself: it reads no parts, and has nothing on the device."""
 
     def leave(self) -> None:
         pass
@@ -280,7 +275,22 @@ class RowsRunner:
         *,
         views: Views | None = None,
     ) -> list[Any]:
-        del views  # it reads no parts
+        del views
+        return self._run(leaves, keep)
+
+    def _run(self, leaves: Sequence[Any], keep: frozenset[int]) -> list[Any]:
+        raise NotImplementedError
+
+
+class RowsRunner(_ByHost):
+    """Takes rows out of a table in host memory, or adds some to it."""
+
+    def __init__(self, rows: Rows):
+        self.plan = rows.plan
+        self.last_run: RunReport | None = None
+        self._rows = rows
+
+    def _run(self, leaves: Sequence[Any], keep: frozenset[int]) -> list[Any]:
         table, *others = leaves
         began = time.perf_counter()
         moved = sum(a.nbytes for a in others if not placement.is_on_host(a))
@@ -303,7 +313,7 @@ class RowsRunner:
         return [jax.block_until_ready(result)]
 
 
-class CallRunner:
+class CallRunner(_ByHost):
     """Calls a function of the user's, with arrays of the CPU, as `jax.pure_callback` does.
 
     Those that lie in host memory are not copied for it.
@@ -316,17 +326,7 @@ class CallRunner:
         self._host = placement.sharding(call.device, on_host=True)
         self._types = [Type.of(v.aval) for v in call.eqn.outvars]
 
-    def leave(self) -> None:
-        pass
-
-    def run(
-        self,
-        leaves: Sequence[Any],
-        keep: frozenset[int] = frozenset(),
-        *,
-        views: Views | None = None,
-    ) -> list[Any]:
-        del views  # it reads no parts
+    def _run(self, leaves: Sequence[Any], keep: frozenset[int]) -> list[Any]:
         began = time.perf_counter()
         moved = sum(a.nbytes for a in leaves if not placement.is_on_host(a))
         there = device_bytes(leaves)

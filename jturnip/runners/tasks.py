@@ -181,7 +181,9 @@ class SplitRunner:
           held: what `hold` put on the device; not needed where the plan has nothing there.
           views: in a loop, parts of what is the same in all iterations.
         """
-        results, _ = self._run(leaves, keep, held, True, views or Views(()))
+        results, _ = self._run(
+            leaves, keep, held, to_the_end=True, views=views or Views(())
+        )
         return results
 
     def begin(self, leaves: Sequence[Any], held: "Held") -> tuple[list[Any], "Rest | None"]:

@@ -84,7 +84,7 @@ class Views:
         """
         if self._outer is not None and (same or self._outer.knows(array)):
             return self._outer.parts_of(array, windows, same)
-        if not same and not self.knows(array):
+        if not same and id(array) not in self._same:
             return parts_of(array, windows)
         key = id(array), id(windows)
         if key not in self._known:

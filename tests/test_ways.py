@@ -299,6 +299,22 @@ def test_what_takes_more_to_compile_is_made_only_where_there_is_much_to_gain(
     assert len(most) == 4  # that were looked at
 
 
+@pytest.mark.parametrize(
+    ("equations", "share", "much"),
+    [(300, 0.2, True), (300, 0.1, False), (301, 0.4, False), (301, 0.6, True)],
+)
+def test_it_takes_more_to_compare_blocks_with_many_equations(
+    equations: int, share: float, much: bool
+):
+    """To cut a training step of a small Llama takes longer than all else, for nothing."""
+    (cut,) = ways_of(equations)[0].cut
+    task = types.SimpleNamespace(seconds=1.0, inputs=(0,), outputs=(0,))
+    one_gigabyte = (types.SimpleNamespace(nbytes=10**9),)
+    made: Any = Made(cut, Plan(0), Split(Graph((task,), one_gigabyte), ()))
+    expected = dataclasses.replace(rates(jax.devices()[0]), bytes_per_second=2e9 / share)
+    assert ways._writes_down_much(made, expected) == much
+
+
 def test_what_differs_in_the_number_of_blocks_only_is_not_made():
     task = types.SimpleNamespace(seconds=1.0, bytes_accessed=200, inputs=(0,), outputs=(0,))
     some = compared(MUCH, tasks=[task])

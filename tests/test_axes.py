@@ -572,6 +572,36 @@ def test_gradients_along_edges_need_no_edges_between_layers():
     assert_same(found, jax.jit(fn)(*args), ulps=256)  # sums of 20,000 in another order
 
 
+def convolved(h: Any, w: Any, source: Any, target: Any) -> Any:
+    """Along the edges of a graph, where what a node has comes by random access."""
+    for here, there in w:
+        sent = jax.ops.segment_sum(h[source] @ there, target, h.shape[0])
+        h = jax.nn.relu(h @ here + sent)
+    return h
+
+
+def test_sums_over_edges_grow_in_place():
+    """Of what nodes have, what is read and what is summed up so far are there, and no more:
+    so each number is summed up in the order in which `jax.jit` does it."""
+    h, w = numbers(1024, 32), numbers(2, 2, 32, 32) / 6
+    args = h, w, *whole_numbers(1024, 2, 4096)
+    f = jturnip.jit(convolved, int(3.1 * h.nbytes))
+    found = f(*jturnip.host(args))
+    assert_same(found, jax.jit(convolved)(*args), ulps=2)
+
+
+@pytest.mark.parametrize("share", [4, 7])
+def test_layers_of_a_graph_are_cut_though_all_hang_together(share: int):
+    """The gradients of a layer read what its edges were sent, which is made of little."""
+    args = numbers(1024, 32), numbers(3, 2, 32, 32) / 6, *whole_numbers(1024, 2, 4096)
+    fn = jax.grad(lambda *args: (convolved(*args) ** 2).mean(), (0, 1))
+    gpu_bytes = jturnip.peak_bytes(fn, *args) // share
+    f = jturnip.jit(fn, gpu_bytes)
+    found = f(*jturnip.host(args))
+    assert f.last_run.peak_bytes <= gpu_bytes
+    assert_same(found, jax.jit(fn)(*args), ulps=64)
+
+
 @pytest.mark.long
 def test_a_value_may_be_used_along_two_axes():
     """Both factors of the product are made of one value, which is larger than the budget:

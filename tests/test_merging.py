@@ -288,7 +288,7 @@ def test_a_kernel_used_over_and_over_takes_few_tasks_and_few_bytes(
     gpu_bytes = int(jturnip.peak_bytes(fn, *args)) // share
     # A link on which it surely takes longer to move the kernel than to make it, also where
     # the machine is busy: which of the two is done is decided by measured times.
-    f = jturnip.jit(fn, gpu_bytes, link=jturnip.SimulatedLink(1e7, 1e7))
+    f = jturnip.jit(fn, gpu_bytes, link=jturnip.SimulatedLink(2e6, 2e6))
     assert_same(f(*args), jax.jit(fn)(*args), ulps=512)
     report = f.last_run
     assert report.peak_bytes <= gpu_bytes

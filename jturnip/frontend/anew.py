@@ -6,6 +6,7 @@ have to be kept, or moved. A stretch that makes it for itself has one block of i
 """
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from jturnip.frontend import costs, parts
 from jturnip.frontend.axes import Known, rules
 from jturnip.frontend.hints import gives_the_same_bits_again
 from jturnip.frontend.stretches import Stretch, Stretches
-from jturnip.frontend.values import Equation, FlatJaxpr
+from jturnip.frontend.values import Equation, FlatJaxpr, nbytes_of
 
 
 # So often something is made anew at most.
@@ -30,6 +31,8 @@ class Large:
     # To write down a byte elsewhere and read it again.
     seconds_per_byte: float
     rates: costs.DeviceRates
+    # What a stretch may pass on from loop to loop.
+    arena: float = math.inf
 
 
 def made_anew(flat: FlatJaxpr, large: Large, known: Known) -> FlatJaxpr:
@@ -69,7 +72,7 @@ def _with_one_more(
         if not steps:
             continue
         stretches = stretches or Stretches(flat, rules(flat, parts.works, known))
-        inside = _together(stretches, v, large.nbytes)
+        inside = _together(stretches, v, large)
         outside = frozenset(stretches.readers.get(v, ())) - inside
         if inside and outside:
             return _with_copy(flat, steps, v, outside)
@@ -102,18 +105,23 @@ def making(flat: FlatJaxpr, writer: dict[int, int], v: int, large: Large) -> Seq
     return sorted(found)
 
 
-def _together(stretches: Stretches, v: int, least: int) -> frozenset[int]:
+def _together(stretches: Stretches, v: int, large: Large) -> frozenset[int]:
     """The most readers of a value that are in one stretch with what writes it, and make
-    nothing large there that others read."""
+    nothing large there that others read. Of a stretch that passes on more from loop to loop
+    than there is, those in the same loop: the others make it anew in any case."""
     types, writer = stretches.flat.types, stretches.writer[v]
-    sets = stretches.together(stretches.ruled(), least)
+    sets = stretches.together(stretches.ruled(), large.nbytes)
     members = next((each for each in sets if writer in each), ())
     found: list[frozenset[int]] = []
     for dim, size in enumerate(types[v].shape if members else ()):
         stretch = stretches.along(members, v, dim) if size > 1 else None
         if stretch is not None and writer in stretch.working:
             inside = stretch.working.intersection(stretches.readers[v])
-            found.append(inside - _leading_out(stretches, stretch, v, least))
+            ends = {*stretch.entering, *stretch.leaving, *stretch.reduced} - {v}
+            if nbytes_of(stretches.flat, ends) > large.arena:
+                loop = stretch.loop[writer]
+                inside = frozenset(i for i in inside if stretch.loop[i] == loop)
+            found.append(inside - _leading_out(stretches, stretch, v, large.nbytes))
     return max(found, key=len, default=frozenset())
 
 

@@ -202,11 +202,17 @@ def _forms(
     flat: FlatJaxpr, arena: int, where: Where, large: Large, known: Known, sofar: Sofar
 ) -> Iterator[tuple[FlatJaxpr, bool]]:
     """The function as it is written and otherwise, and whether something is made anew in
-    each; if nothing fits by then, with what products read and others read too, and is too
-    large to be whole, as several values."""
+    each. If nothing fits by then: with what later loops of a stretch make anew made apart
+    from it, so that they may be stretches of their own; with what products read and others
+    read too, and is too large to be whole, as several values."""
     yield from _written_otherwise(flat, arena, large, known)
     if sofar.fits:
         return
+    loops_apart = made_anew(flat, dataclasses.replace(large, arena=arena), known)
+    if len(loops_apart.equations) > len(made_anew(flat, large, known).equations):
+        yield loops_apart, True
+        if sofar.fits:
+            return
     of_equation = rules(flat, parts.works, known)
     apart = read_apart(flat, of_equation, where.hosted, int(arena * _WHOLE))
     if apart is not flat:

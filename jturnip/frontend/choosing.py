@@ -319,7 +319,7 @@ def _materializing(stretches: Stretches, room: Room, cutting: _Cutting) -> _Cutt
         return cutting
     size = _size(stretch.length, blocks, _MORE_BLOCKS)
     # XLA may hold twice as much of a block as is expected.
-    free = room.arena - _whole_bytes(flat, room, stretch) - 2 * share
+    free = room.arena - _whole_bytes(stretches, room, stretch) - 2 * share
     found = worth_materializing(stretches, stretch, size, free, room.rates)
     if found is None or not room.may_be_in_blocks(flat, stretch, found.values):
         return cutting
@@ -596,26 +596,44 @@ class _Choice:
         return list(dict.fromkeys([*seeds, *slid]))
 
 
-def _held(stretch: Stretch, room: Room) -> set[int]:
+def _held(stretches: Stretches, stretch: Stretch, room: Room) -> set[int]:
     """What is there whatever the blocks, beside what stays."""
-    return {*stretch.entering, *stretch.leaving, *stretch.reduced} - room.where.staying
+    ends = {*stretch.entering, *stretch.leaving, *stretch.reduced}
+    return ends - _written_over(stretches, stretch) - room.where.staying
+
+
+def _written_over(stretches: Stretches, stretch: Stretch) -> set[int]:
+    """What the scatters of a stretch begin with, and nothing else reads, or is made of
+    nothing."""
+    flat, writer = stretches.flat, stretches.writer
+    begun = [e.inputs[0] for e in stretch.accumulated(flat).values()]
+    made_of_nothing = lambda v: v in writer and not flat.equations[writer[v]].reads
+    return {
+        v
+        for v in begun
+        if not isinstance(v, Constant)
+        and (len(stretches.readers[v]) == 1 or made_of_nothing(v))
+    }
 
 
 def _partial_bytes(flat: FlatJaxpr, stretch: Stretch) -> int:
-    """What one block adds to the largest of what is reduced."""
-    return max((nbytes_of(flat, [v]) for v in stretch.reduced), default=0)
+    """What one block adds to the largest of what is reduced; nothing to what a scatter
+    makes of all blocks before it."""
+    added = stretch.reduced.keys() - stretch.accumulated(flat).keys()
+    return max((nbytes_of(flat, [v]) for v in added), default=0)
 
 
-def _whole_bytes(flat: FlatJaxpr, room: Room, stretch: Stretch) -> int:
+def _whole_bytes(stretches: Stretches, room: Room, stretch: Stretch) -> int:
     """What a stretch in blocks holds beside a block."""
-    return nbytes_of(flat, _held(stretch, room)) + _partial_bytes(flat, stretch)
+    held = nbytes_of(stretches.flat, _held(stretches, stretch, room))
+    return held + _partial_bytes(stretches.flat, stretch)
 
 
 def _into_blocks(stretches: Stretches, room: Room, stretch: Stretch) -> Blocks | None:
     """The fewest blocks that are expected to fit in one task, or as many as there may be:
     XLA may need less than is expected. None where the whole is expected to fit."""
     flat = stretches.flat
-    whole = _whole_bytes(flat, room, stretch)
+    whole = _whole_bytes(stretches, room, stretch)
     block = int(room.at_once * stretches.widest_bytes(stretch, room.fused))
     free = room.arena - whole
     if free <= 0 or block <= free or not room.may_be_in_blocks(flat, stretch):
@@ -758,6 +776,7 @@ def _held_apiece(
     all parts, and may consist of pieces that share no value they write: for each piece what
     it reads of others, what leaves it, what is kept of it, and what is reduced."""
     ends = {*stretch.entering, *stretch.leaving, *stretch.reduced, *kept}
+    ends -= _written_over(stretches, stretch)
     loops = [stretch.equations]
     if stretch.loops > 1 and stretch.loops * len(stretch.equations) <= _MOST_PASSED:
         passes = stretch.passes(stretches.flat, kept)

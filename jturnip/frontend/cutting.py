@@ -18,7 +18,7 @@ from jturnip.frontend import parts, stacks
 from jturnip.frontend.materializing import NOTHING, Materialized
 from jturnip.frontend.rules import SAME
 from jturnip.frontend.sliding import Axis, Extent
-from jturnip.frontend.stretches import Stretch, Stretches
+from jturnip.frontend.stretches import Pass, Stretch, Stretches
 from jturnip.frontend.tiles import Step, Tile, Tiles
 from jturnip.frontend.values import (
     Constant,
@@ -304,12 +304,15 @@ class _New:
             sofar: dict[int, int] = {}
             for low in self._there_and_back(abreast[0]):
                 for cutting, each, of in zip(abreast, loop, made, strict=True):
-                    part = self._part(cutting, each.steps, low, of[low])
+                    last = low == lows[-1]
+                    part = self._part(cutting, each, low, of[low], sofar, last)
                     for v in each.wanted:
                         if v in cutting.stretch.dims:
                             of[low][v] = part[v]
+                        elif v in cutting.stretch.accumulated(flat):
+                            sofar[v] = part[v]
                         else:  # partial results are combined as they come
-                            last, before = low == lows[-1], sofar.get(v)
+                            before = sofar.get(v)
                             sofar[v] = self._combined(cutting, v, before, part[v], last)
         for cutting, of in zip(abreast, made, strict=True):
             for v in cutting.stretch.leaving:
@@ -399,14 +402,23 @@ class _New:
         return total
 
     def _part(
-        self, cutting: Tasks, steps: Sequence[int], low: int, made: Mapping[int, int]
+        self,
+        cutting: Tasks,
+        each: Pass,
+        low: int,
+        made: Mapping[int, int],
+        sofar: Mapping[int, int],
+        last: bool,
     ) -> Mapping[int, int]:
-        """Adds some equations for one part; returns what each value is there.
+        """Adds what is done for one part; returns what each value is there.
 
         Args:
           made: what some values are there already.
+          sofar: what is reduced, of all parts before it.
+          last: whether it is the last part.
         """
         flat, stretch = self._flat, cutting.stretch
+        accumulated = cutting.stretch.accumulated(flat)
         length = min(cutting.size, stretch.length - low)
         of_part: dict[int, int] = {**made}
         cut: dict[tuple[int, int], int] = {}
@@ -430,17 +442,29 @@ class _New:
                 cut[v, dim] = make(v, dim, low * scale, length * scale)
             return cut[v, dim]
 
-        for i in steps:
+        for i in each.steps:
             e = flat.equations[i]
             inputs = [read(i, position, v) for position, v in enumerate(e.inputs)]
+            (v, *_) = e.outputs
+            grows = v in accumulated and v in each.wanted
+            if grows and v in sofar:
+                inputs[0] = sofar[v]
             types = [v.type if isinstance(v, Constant) else self._types[v] for v in inputs]
-            shapes = [stretch.shape(flat, v, length) for v in e.outputs]
-            along = stretch.along(flat, i, low, length)
-            key = (id(e.origin), along, tuple(types), tuple(shapes))
-            make = functools.partial(parts.on_part, e, types, shapes, along)
+            if grows:
+                key = (id(e.origin), tuple(types))
+                make = functools.partial(parts.on_sofar, e, types)
+            else:
+                shapes = [stretch.shape(flat, v, length) for v in e.outputs]
+                along = stretch.along(flat, i, low, length)
+                key = (id(e.origin), along, tuple(types), tuple(shapes))
+                make = functools.partial(parts.on_part, e, types, shapes, along)
+                inputs = [Constant.position(low), *inputs]
             closed = self._made.get(key, [e.origin], make)
-            outputs = [self._value(Type.of(v.aval)) for v in closed.jaxpr.outvars]
-            self._ours(closed, (Constant.position(low), *inputs), outputs, e.within)
+            if grows and last:
+                outputs = [v]
+            else:
+                outputs = [self._value(Type.of(v.aval)) for v in closed.jaxpr.outvars]
+            self._ours(closed, inputs, outputs, e.within)
             of_part.update(zip(e.outputs, outputs, strict=True))
         return of_part
 

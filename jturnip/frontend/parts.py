@@ -452,6 +452,19 @@ def combined(how: str, sofar: Any, part: Any) -> Any:
 # -- stretches -------------------------------------------------------------------------
 
 
+def _scattered_into(e: Equation, operands: Sequence[Any]) -> Any:
+    """What some of the updates of a scatter make of what others made of its operand."""
+    sofar, indices, updates = operands
+    (result,) = bind(e.origin, (sofar, _wide(indices), updates))
+    return result
+
+
+def on_sofar(e: Equation, types: Sequence[Type]) -> Any:
+    """The same as a jaxpr of operands of these types."""
+    function = lambda *operands: _scattered_into(e, operands)
+    return jax.make_jaxpr(function)(*(t.struct() for t in types))
+
+
 def on_part(
     e: Equation, types: Sequence[Type], shapes: Sequence[tuple[int, ...]], along: Along
 ) -> Any:
@@ -514,6 +527,7 @@ class _Blockwise:
         self._stretch = stretch
         self._size = size
         self._materialized = materialized
+        self._accumulated = stretch.accumulated(flat)
 
     def run(self, values: dict[int, Any]) -> list[Any]:
         """What leaves the stretch, of what enters it."""
@@ -532,10 +546,10 @@ class _Blockwise:
         count, rest = divmod(self._stretch.length, size)
 
         def add(each: Pass, sofar: Mapping[int, Any], start: Any, size: int) -> Any:
-            block = self._block(each.steps, values, start, size)
+            block = self._block(each.steps, values, sofar, start, size)
             return {v: self._with_block(v, x, block[v], start) for v, x in sofar.items()}
 
-        made = {v: self._begin(v) for v in first.wanted}
+        made = {v: self._begin(v, values) for v in first.wanted}
         of = lambda each: {v: made[v] for v in each.wanted}
         for each, begin, end in ((first, 0, many), (others, many, count)):
             if begin < end and each.wanted:
@@ -545,8 +559,12 @@ class _Blockwise:
             made.update(add(others, of(others), count * size, rest))
         return {v: _converted(x, self._flat.types[v].dtype) for v, x in made.items()}
 
-    def _begin(self, v: int) -> Any:
+    def _begin(self, v: int, values: Mapping[int, Any]) -> Any:
         t, stretch = self._flat.types[v], self._stretch
+        if v in self._accumulated:
+            operand = self._accumulated[v].inputs[0]
+            is_constant = isinstance(operand, Constant)
+            return jnp.asarray(operand.value) if is_constant else values[operand]
         if v in stretch.reduced:
             return nothing(stretch.reduced[v], t)
         if v in self._materialized.values:
@@ -555,6 +573,8 @@ class _Blockwise:
         return lax.full(t.shape, 0, t.dtype)
 
     def _with_block(self, v: int, before: Any, block: Any, start: Any) -> Any:
+        if v in self._accumulated:
+            return block
         if v in self._stretch.reduced:
             return combined(self._stretch.reduced[v], before, block)
         dim = self._stretch.dims[v]
@@ -562,9 +582,14 @@ class _Blockwise:
         return lax.dynamic_update_slice_in_dim(before, block, at, dim)
 
     def _block(
-        self, steps: Sequence[int], values: Mapping[int, Any], start: Any, size: int
+        self,
+        steps: Sequence[int],
+        values: Mapping[int, Any],
+        sofar: Mapping[int, Any],
+        start: Any,
+        size: int,
     ) -> dict[int, Any]:
-        """What some equations make of one block."""
+        """What some equations make of one block, and of what there is of those before."""
         flat, stretch = self._flat, self._stretch
         block: dict[int, Any] = {}
 
@@ -582,6 +607,10 @@ class _Blockwise:
         for i in steps:
             e = flat.equations[i]
             operands = [read(i, position, v) for position, v in enumerate(e.inputs)]
+            v = e.outputs[0]
+            if v in self._accumulated and v in sofar:
+                block[v] = _scattered_into(e, (sofar[v], *operands[1:]))
+                continue
             shapes = [stretch.shape(flat, v, size) for v in e.outputs]
             # Windows do not slide along what is done in blocks.
             made = _apply(e, operands, shapes, stretch.along(flat, i, 0, size), start)

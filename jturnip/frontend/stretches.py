@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from jturnip.frontend.costs import HEAVY, REDUCTIONS, DeviceRates, has_one_of
 from jturnip.frontend.memory_model import inner_bytes
-from jturnip.frontend.rules import Along, Halo, Rule
+from jturnip.frontend.rules import SCATTERS, Along, Halo, Rule
 from jturnip.frontend.sets import Joined
 from jturnip.frontend.values import Constant, Equation, FlatJaxpr, touched
 
@@ -105,6 +105,13 @@ class Stretch:
             )
             yield Pass(once, _steps(flat, makes, wanted, there), wanted)
             there.update(wanted)
+
+    def accumulated(self, flat: FlatJaxpr) -> dict[int, Equation]:
+        """Of what is reduced, what a scatter makes of some of its updates, with the
+        scatter: what there is of earlier parts is the operand of the next."""
+        equations = (flat.equations[i] for i in self.working)
+        scatters = (e for e in equations if e.name in SCATTERS)
+        return {v: e for e in scatters for v in e.outputs if v in self.reduced}
 
     def one_after_the_other(
         self, flat: FlatJaxpr, names: frozenset[str], materialized: Collection[int] = ()

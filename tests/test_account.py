@@ -55,6 +55,7 @@ def halve(carried: list[Any], turns: int = 3) -> list[Any]:
     return jax.lax.while_loop(lambda state: state[0] < turns, body, (0, carried))[1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("place", ["device", "committed", "host", "numpy"])
 @pytest.mark.parametrize("donated", [True, False])
 def test_what_a_loop_carries_wherever_it_is(place: str, donated: bool):
@@ -95,6 +96,7 @@ def adam(stack: Any, mu: Any, nu: Any, x: Any) -> Any:
     return stack - 0.1 * mu / (jnp.sqrt(nu) + 0.1), mu, nu
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("place", ["device", "committed"])
 def test_a_scanned_step_whose_stacks_are_given_up_on_the_device(place: str):
     random = np.random.default_rng(0)

@@ -2,6 +2,7 @@
 
 import random
 
+import pytest
 from hypothesis import given, settings, strategies as st
 
 from jturnip.graph.memgraph import OpId, Ranges
@@ -85,6 +86,7 @@ def test_padding_is_the_next_multiple_of_the_granule(nbytes: int):
     assert padded(nbytes) % GRANULE == 0
 
 
+@pytest.mark.long
 @given(st.randoms(use_true_random=False), st.integers(1, 200), st.integers(1, 60))
 @settings(max_examples=200, deadline=None)
 def test_bytes_are_neither_lost_nor_had_twice(rng: random.Random, size: int, steps: int):

@@ -97,7 +97,7 @@ def test_an_array_on_the_device_stays_as_it_is():
         (lambda x: x @ x, 0.9),
         (lambda x: x @ x, 0.6),
         (squared_sine, 0.9),
-        pytest.param(orthogonalised, 1.5, marks=pytest.mark.long),
+        pytest.param(orthogonalised, 1.5, marks=pytest.mark.slow),
     ],
     ids=["square", "square of which little fits", "square of what is computed", "a step"],
 )

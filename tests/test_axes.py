@@ -408,6 +408,11 @@ SLOW = (
     "a mixture of experts",
     "sums of states",
     "running extremes of a long row",
+    "running sums of a long row",
+    "tridiagonal systems",
+    "gradients of messages",
+    "states that were counted",
+    "gradients of paths by their rates",
 )
 
 
@@ -481,6 +486,7 @@ def test_a_sum_that_is_multiplied_by_infinity_is_no_nan(share: int):
     assert_same(f(*jturnip.host(args)), expected, ulps=64)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name",
     [
@@ -507,6 +513,7 @@ def test_what_is_between_may_stay_apart(
             assert_same(evaluated(way, *args), expected, ulps=16 if narrow else 64)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("share", [0.75, 0.5])
 def test_intermediates_larger_than_the_budget_stay_in_parts(share: float):
     """They are as large as the argument, and cut along rows, then columns, then rows."""
@@ -537,6 +544,7 @@ def test_what_is_shifted_is_read_by_positions():
     assert f.last_run.peak_bytes <= gpu_bytes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("share", [2, 4])
 def test_a_lattice_is_updated_block_by_block(share: int):
     """Neighbours are the lattice itself, rolled: each block reads what it needs of it."""
@@ -559,6 +567,7 @@ def test_a_lattice_is_updated_block_by_block(share: int):
     assert f.last_run.peak_bytes <= gpu_bytes
 
 
+@pytest.mark.long
 def test_gradients_along_edges_need_no_edges_between_layers():
     """What connects the layers is a sum over edges, so nothing that is in parts does: they
     are cut together all the same, since each layer is needed again after the next."""
@@ -619,6 +628,7 @@ def test_a_value_may_be_used_along_two_axes():
     assert_same(found, jax.jit(fn)(x, w), ulps=64)
 
 
+@pytest.mark.long
 def test_a_triangle_attention_is_cut_along_its_rows():
     """Its bias is made of what its queries are made of, along another axis."""
 
@@ -656,6 +666,7 @@ def test_of_several_ways_that_fit_not_the_one_that_moves_most():
     assert plan.h2d_bytes + plan.d2h_bytes < 4 * sum(a.nbytes for a in args)
 
 
+@pytest.mark.long
 def test_what_says_something_beside_may_be_cut(capsys: pytest.CaptureFixture[str]):
     """An equation without results stands among those that are cut."""
 
@@ -670,6 +681,7 @@ def test_what_says_something_beside_may_be_cut(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().out.count("the sum is") == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("after", [lambda x: x, lambda x: x.sum(0)])
 def test_what_reads_the_same_parts_is_done_side_by_side(after: Callable[[Any], Any]):
     fn = lambda a, b: after(jnp.tanh(a @ b))
@@ -709,6 +721,7 @@ def test_side_by_side_is_no_reason_to_refuse(share: int):
     assert all(len(way.equations) <= 1024 for way in next(ways).cut)
 
 
+@pytest.mark.long
 def test_an_out_of_core_product_is_near_the_limit():
     n = 16384
     matrix = jax.ShapeDtypeStruct((n, n), np.float32)
@@ -775,6 +788,7 @@ def test_only_free_axes_keep_every_bit():
     assert f.last_run.peak_bytes <= 20_000
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["scan", "scan_unrolled", "compare_all"])
 def test_a_sorted_table_is_searched_for_some_rows_at_a_time(method: str):
     table, rows = np.sort(numbers(300)), numbers(400, 64)
@@ -787,6 +801,7 @@ def test_a_sorted_table_is_searched_for_some_rows_at_a_time(method: str):
     assert f.last_run.peak_bytes <= gpu_bytes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("share", [2, 4])
 def test_a_running_sum_of_one_row_larger_than_the_budget(share: int):
     fn, x = lambda x: jnp.cumsum(x), numbers(100_000)
@@ -955,6 +970,7 @@ def test_random_bits_take_more_than_they_are():
     )
 
 
+@pytest.mark.long
 def test_what_may_not_be_put_together_is_tried_last():
     """What has no axis reads all distances: in parts they would be there twice."""
 
@@ -978,6 +994,7 @@ def test_what_may_not_be_put_together_is_tried_last():
         assert each.doubtful == (max(joins, default=0) > arena)
 
 
+@pytest.mark.long
 def test_blocks_are_taken_where_parts_would_be_moved_often():
     """Each step needs all of the last one's result, and the whole matrix, which is made of
     an argument a quarter its size."""
@@ -998,6 +1015,7 @@ def test_blocks_are_taken_where_parts_would_be_moved_often():
     assert f.last_run.h2d_bytes + f.last_run.d2h_bytes < 2 * links.nbytes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [sparse.BCOO, sparse.BCSR])
 def test_sparse_matrices_are_cut(kind):
     rng = np.random.default_rng(0)
@@ -1045,6 +1063,7 @@ def centres_moved(data: Any, centres: Any) -> Any:
     return nearest.T @ data / nearest.sum(0)[:, None]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("fn", "other", "times"),
     [

@@ -165,6 +165,7 @@ def test_the_cpu_program_keeps_other_sections_and_other_text(tmp_path: pathlib.P
     assert set(json.loads(results.read_text())) == {"planning", "fits", "loop"}
 
 
+@pytest.mark.long
 def test_the_gpu_program_writes_what_it_has_when_time_runs_out(tmp_path: pathlib.Path):
     out = tmp_path / "gpu.json"
     words = ("--tiny", "--only=pair forward", "--seconds=0", f"--out={out}")

@@ -23,6 +23,7 @@ def simulated_seconds(graph: TaskGraph, gpu_bytes: int, strategy: str = "turnip"
     return simulate(ready, strategy, link).seconds
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)

@@ -66,6 +66,7 @@ def while_sampling(
 # What is really alive
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_live_device_arrays_never_pass_the_budget(strategy: str):
     # Over this link the transfers take about half a second, so that there is time to look.
@@ -87,6 +88,7 @@ def test_live_device_arrays_never_pass_the_budget(strategy: str):
     del results
 
 
+@pytest.mark.long
 def test_the_callers_device_arrays_count_against_the_budget():
     link = jturnip.SimulatedLink(5e6, 5e6)
     x, weights = jnp.asarray(X), jturnip.host(layers(8))
@@ -181,6 +183,7 @@ def test_planning_and_compiling_leave_no_arrays():
 # Threads
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("gpu_bytes", [2**30, TIGHT], ids=["whole", "split"])
 def test_threads_may_call_the_same_function_at_once(gpu_bytes: int):
     f = jturnip.jit(backward, gpu_bytes)
@@ -248,6 +251,7 @@ def test_calls_at_once_share_one_budget():
     assert max(samples) <= TIGHT + results[0].nbytes
 
 
+@pytest.mark.long
 def test_two_functions_may_run_at_once():
     f, g = jturnip.jit(tower, TIGHT), jturnip.jit(backward, TIGHT)
     weights = jturnip.host(layers(8))
@@ -346,6 +350,7 @@ def llama_gradient(config: Any, params: Any, tokens: Any) -> Any:
     return jax.grad(lambda params: llama.loss(config, params, tokens))(params)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("fn", "budget_of"),
     [

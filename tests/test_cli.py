@@ -22,6 +22,7 @@ def execute(*arguments: str) -> int | str:
 # The command
 
 
+@pytest.mark.long
 def test_no_command_prints_help_and_fails():
     ran = subprocess.run([sys.executable, "-m", "jturnip"], capture_output=True, text=True)
     assert ran.returncode == 2

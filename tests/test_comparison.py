@@ -38,6 +38,7 @@ def comparison(arguments: Any) -> jturnip.Comparison:
     )  # fmt: skip
 
 
+@pytest.mark.long
 def test_its_rows_are_the_ways_that_were_asked_for(comparison: jturnip.Comparison):
     names = [row.name for row in comparison.rows]
     assert names == ["jax.jit", *BASELINES, "jturnip", "jturnip", "jturnip"]

@@ -205,6 +205,7 @@ def in_a_process(program: str, **environment: str) -> list[Any]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.long
 def test_a_second_process_compiles_and_measures_nothing(tmp_path: Path):
     environment = {
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path),

@@ -340,6 +340,7 @@ def test_interrupted_runs_leave_no_thread_of_the_link(monkeypatch: pytest.Monkey
     assert_same(f(X, weights), expected, ulps=0)
 
 
+@pytest.mark.long
 def test_a_call_at_the_end_of_the_process_returns():
     program = """
         import atexit

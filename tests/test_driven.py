@@ -164,6 +164,7 @@ PROGRAMS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.__name__)
 def test_loops_and_branches_in_less_than_they_need(program):
     expected = jax.jit(program)(WEIGHTS, X)
@@ -243,6 +244,7 @@ def weights_read_again(weights: Any, table: Any, tokens: Any, turns: Any) -> Any
     return lax.while_loop(lambda state: state[0] < turns, body, (0, tokens))[1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("place", [on_host, on_device], ids=["pieces", "tasks"])
 def test_weights_that_fit_stay_on_the_device_while_the_loop_runs(place: Any):
     """What does not fit travels in each iteration, and no more, also where rows of a table
@@ -469,6 +471,7 @@ def generate(params: Any, prompt: Any, wanted: Any) -> Any:
     return lax.while_loop(goes_on, body, (prompt.shape[1], tokens))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stacked", [False, True], ids=["layers", "stacks"])
 def test_generating_with_streamed_weights(stacked):
     params = llama.init(MODEL, jax.random.key(0))
@@ -556,6 +559,7 @@ def test_a_loop_whose_condition_vmap_made_many_goes_on_while_one_does():
     assert f.last_run.strategy == "driven"
 
 
+@pytest.mark.long
 def test_what_a_loop_that_never_runs_was_given_twice_are_two_arrays():
     x = np.random.default_rng(0).normal(size=(512, 128)).astype(np.float32)
 
@@ -737,6 +741,7 @@ def rows_of_loops_in_loops(x: Any, scale: Any) -> Any:
     return jax.vmap(one)(x, scale)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("share", [0.6, 0.3])
 @pytest.mark.parametrize(
     "fn",
@@ -854,6 +859,7 @@ def with_stacks(x: Any) -> Any:
     return lax.scan(step, x, jnp.arange(5.0)[:, None], reverse=True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("share", [0.6, 0.2])
 @pytest.mark.parametrize("fn", [eigenvector, solved, with_stacks], ids=lambda f: f.__name__)
 def test_a_kernel_is_made_in_each_iteration_where_it_has_no_room(fn, share):
@@ -1051,6 +1057,7 @@ def test_a_short_scan_that_looks_up_rows_is_planned_once():
     assert f.last_run.h2d_bytes < 6 * 1.1 * table.nbytes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("length", [4, None], ids=["of a known length", "of any"])
 def test_what_a_loop_carries_stays_where_its_body_may_write_over_it(length: int | None):
     """It is larger than a quarter of the budget, and there is no room for it twice."""
@@ -1078,6 +1085,7 @@ def test_a_loops_body_is_known_when_it_comes_again():
     assert len({key(1), key(2), Function(does, (0,)).key}) == 3
 
 
+@pytest.mark.long
 def test_a_body_that_never_fits_is_not_tried_for_each_carried_value(monkeypatch):
     """What its state takes is nothing beside what it lacks."""
 

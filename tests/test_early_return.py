@@ -52,6 +52,7 @@ def weights():
     return jturnip.host(layers(16))
 
 
+@pytest.mark.long
 def test_the_call_returns_while_its_last_task_computes(fn, weights):
     x = square()
     fn(weights, x).block_until_ready()
@@ -126,6 +127,7 @@ def test_the_function_may_go_before_its_work_is_done(weights):
     assert_same(result, jax.jit(long_tail)(layers(16), x))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("who_looks_for_ends", ["threads"], indirect=True)
 def test_the_process_may_end_before_its_work_is_done():
     program = f"""

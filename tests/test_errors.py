@@ -258,6 +258,7 @@ def in_a_process_with_two_devices(code: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.long
 def test_arrays_of_several_devices_are_refused_plainly():
     in_a_process_with_two_devices(
         """
@@ -276,6 +277,7 @@ def test_arrays_of_several_devices_are_refused_plainly():
     )
 
 
+@pytest.mark.long
 def test_the_device_of_the_arguments_is_the_device_of_the_results():
     in_a_process_with_two_devices(
         """
@@ -308,6 +310,7 @@ def test_a_function_with_effects_runs_whole_where_it_fits(
     assert "sum 16384.0" in capfd.readouterr().out
 
 
+@pytest.mark.long
 def test_a_value_put_on_another_device_is_refused_with_its_line():
     in_a_process_with_two_devices(
         """

@@ -137,6 +137,7 @@ def test_the_fewest_bytes_are_those_of_a_plain_search(seed: int):
     assert found.found == fewest_by_search(graph, budget)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", optimum.KINDS)
 @pytest.mark.parametrize("seed", range(3))
 def test_no_plan_is_better_than_the_best_and_few_are_far_from_it(kind: str, seed: int):

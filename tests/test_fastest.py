@@ -28,6 +28,7 @@ from jturnip.runtime.schedule import Link
 LINKS = st.builds(Link, *[st.sampled_from([1e2, 1e3, 1e4])] * 2)
 
 
+@pytest.mark.long
 @given(taskgraphs(), LINKS, st.integers(0, 8192))
 @settings(max_examples=150, deadline=None)
 def test_no_strategy_by_name_is_clearly_faster_than_auto(

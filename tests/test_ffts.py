@@ -79,6 +79,7 @@ def steps(x: Any) -> Any:
     return jax.lax.scan(step, x, None, length=3)[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("fn", "share"), [(filtered, 0.5), (filtered, 0.25), (steps, 0.4)])
 def test_a_transform_larger_than_the_budget(fn: Callable[..., Any], share: float):
     x = array(256, 300)

@@ -77,6 +77,7 @@ def without_twin(graph: TaskGraph, arena: int, link: Link) -> Given:
     return given
 
 
+@pytest.mark.long
 @needs_native
 @given(taskgraphs(), LINKS, st.integers(-300, 8192), st.randoms(use_true_random=False))
 @settings(max_examples=300, deadline=None)

@@ -469,6 +469,7 @@ def test_groups_cover_the_function(
     assert_groups_are_right(flat, Partitioner(flat, rates).partition(largest))
 
 
+@pytest.mark.long
 @given(programs, st.sampled_from(BUDGETS), st.sampled_from([SLOW, FAST]))
 @settings(max_examples=25, deadline=None)
 def test_groups_one_after_the_other_compute_the_function(
@@ -708,6 +709,7 @@ def test_equal_layers_have_equal_keys():
     assert all(key in keys for key in fewer)
 
 
+@pytest.mark.long
 def test_equal_functions_traced_apart_have_equal_keys():
     first = keys_of(lambda x: jax.nn.softmax(x @ x), x32(8, 8))
     jax.clear_caches()

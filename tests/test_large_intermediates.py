@@ -83,6 +83,7 @@ def test_it_is_right_in_less_or_refused(case: Case, stock: tuple[Any, int], shar
     assert_same(found, expected, ulps=64)
 
 
+@pytest.mark.long
 @on_all(VERY_QUICK, SEARCHED)
 def test_the_minimum_is_one(case: Case, stock: tuple[Any, int]):
     """It runs there, and not in 3% less."""

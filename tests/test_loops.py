@@ -146,6 +146,7 @@ PROGRAMS = [
 NAMES = [getattr(p, "__name__", "?") + str(i) for i, p in enumerate(PROGRAMS)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("program", PROGRAMS, ids=NAMES)
 def test_scans_in_less_than_they_need(program):
     stack, x = weights(), activations()
@@ -227,6 +228,7 @@ def test_one_executable_for_all_iterations():
     assert distinct[1] <= distinct[0] + 1
 
 
+@pytest.mark.long
 def test_a_batch_goes_through_all_iterations_together():
     """What no iteration mixes: parts of the channels, instead of 300 iterations of all."""
 
@@ -254,6 +256,7 @@ def flat_scans(
     return flatten(jax.jit(fn).trace(*args).jaxpr, (), streaming)
 
 
+@pytest.mark.long
 def test_thousands_of_small_iterations_stay_one_task():
     def program(x):
         return lax.scan(lambda x, _: (jnp.sin(x) * 1.01, x[0]), x, length=5000)
@@ -411,6 +414,7 @@ def test_a_model_that_samples_reads_its_weights_once_in_each_iteration():
     assert moved <= 1.02 * ((length + 1) * (6 * LAYER + working) + 10 * LAYER)
 
 
+@pytest.mark.long
 def test_a_long_scan_that_looks_up_rows_is_driven_where_its_weights_fit():
     """Each iteration would be two pieces of a chain, and bring all weights again."""
 
@@ -433,6 +437,7 @@ def test_a_long_scan_that_looks_up_rows_is_driven_where_its_weights_fit():
     assert f.last_run.h2d_bytes <= 8 * LAYER + rows  # the weights once
 
 
+@pytest.mark.long
 def test_parts_are_worth_the_copies_of_their_stacks():
     """A recurrence leaves many small residuals: of each a few large parts are moved, not
     one for every iteration or two."""
@@ -455,6 +460,7 @@ def test_parts_are_worth_the_copies_of_their_stacks():
     assert len(f.last_run.order) < 500
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "policy",
     [
@@ -535,6 +541,7 @@ def test_a_donated_stack_is_written_in_place():
     assert_same(state, expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("released", [True, False])
 def test_what_reads_a_donated_stack_is_waited_for(
     released: bool, monkeypatch: pytest.MonkeyPatch
@@ -725,6 +732,7 @@ class HostPeak:
         return total
 
 
+@pytest.mark.long
 def test_the_host_holds_one_layer_over_the_weights(monkeypatch):
     _, stacked, tokens = models()
     program = functools.partial(llama.forward, SMALL)

@@ -70,7 +70,7 @@ def crossing(stretches: Stretches, stretch: Stretch) -> Materialized:
 
 
 @pytest.mark.long
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=3, deadline=None)
 @example(size=60, share=1)
 @example(size=7, share=0.5)
 @given(size=st.integers(1, 60), share=st.floats(0, 1))
@@ -126,7 +126,7 @@ def test_what_is_cheap_is_made_anew(found: tuple[Stretches, Stretch]):
 
 
 @pytest.mark.long
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=3, deadline=None)
 @example(size=30)
 @example(size=7)
 @given(size=st.integers(5, 30))
@@ -242,6 +242,7 @@ def test_each_of_many_products_is_kept():
     assert count(kept.values) == layers
 
 
+@pytest.mark.long
 def test_what_tasks_would_make_anew_is_kept_where_all_is_in_parts():
     """Room for what each loop holds is enough, though all together hold more."""
     loss = jax.grad(normalised, tuple(range(1, len(LAYERS))))
@@ -264,8 +265,8 @@ def test_layers_that_are_normalised_in_a_budget():
     assert f.last_run.peak_bytes <= gpu_bytes
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("share", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [2, 3])
 def test_costs_that_are_read_again_in_a_budget(share: int):
     gpu_bytes = jturnip.peak_bytes(transport, *ARGS) // share
     f = jturnip.jit(transport, gpu_bytes)

@@ -153,6 +153,7 @@ def drawn(seed: int) -> tuple[Callable[..., Any], Any]:
     return random_program(seed).fn, (state, jnp.full((WIDTH, WIDTH), 0.1, jnp.float32))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(8))
 def test_a_random_program_written_twice_is_done_once(seed: int):
     fn, args = drawn(seed)
@@ -296,6 +297,7 @@ def test_a_kernel_used_over_and_over_takes_few_tasks_and_few_bytes(
     assert report.h2d_bytes + report.d2h_bytes < 384 * 384 * 4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(8, 16))
 def test_random_programs_mean_the_same_with_much_made_anew(seed: int):
     fn, args = drawn(seed)

@@ -70,6 +70,7 @@ def test_the_large_sizes_have_the_published_number_of_parameters(size: str, publ
     assert llama.param_count(llama.config(size)) == published
 
 
+@pytest.mark.long
 def test_abstract_params_are_the_tree_that_init_makes(params: training.Params):
     abstract = llama.abstract_params(TINY)
     assert jax.tree.structure(abstract) == jax.tree.structure(params)
@@ -104,6 +105,7 @@ def test_a_token_changes_no_logits_before_it(params: training.Params):
     assert np.all(np.abs(before[:, 20:] - after[:, 20:]).max(axis=-1) > 0)
 
 
+@pytest.mark.long
 def test_attention_equals_a_loop_over_heads_and_positions(params: training.Params):
     weights = params["layers"][0]
     x = np.random.default_rng(0).normal(size=(1, 6, TINY.width)).astype(np.float32)
@@ -142,6 +144,7 @@ def test_rotary_scores_depend_only_on_the_distance_between_positions():
     assert np.ptp(scores[:, 0]) > 0.1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scanned", [False, True], ids=["list", "stacked"])
 def test_text_is_what_the_whole_text_so_far_would_give(scanned: bool):
     model = llama.config("tiny")
@@ -220,6 +223,7 @@ def run(request: pytest.FixtureRequest) -> Run:
     return request.getfixturevalue(request.param)
 
 
+@pytest.mark.long
 def test_each_training_step_lowers_the_loss_of_its_batch(run: Run):
     first, second, third = run.losses
     assert first > second > third

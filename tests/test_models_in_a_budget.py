@@ -125,6 +125,7 @@ def ran(name: str, share: str) -> tuple[int, Any, RunReport, jturnip.Plan]:
     return gpu_bytes, result, compiled.last_run, compiled.plan
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "share"), RUNS)
 def test_results_are_those_of_stock_jit(name: str, share: str):
     # Trees, shapes, dtypes and weak types too; `checks.ULPS` says why not to the bit.
@@ -242,6 +243,7 @@ def bits(tree: Any) -> list[bytes]:
 
 # For each model two hundred orders in all, of which `make test` tries some; those of a
 # training step are the longer ones.
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "share", "orders"),
     [

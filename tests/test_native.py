@@ -543,6 +543,7 @@ def open_slots(q):
             yield q.open_slot()
 
 
+@pytest.mark.long
 @needs_native
 def test_open_slots_are_many_and_come_back_with_their_queue():
     counts = set()
@@ -653,6 +654,7 @@ def test_without_the_extension_there_is_still_a_queue(monkeypatch):
 # CUDA without a GPU
 
 
+@pytest.mark.long
 def test_cuda_marks_against_a_pretended_driver(tmp_path):
     compiler = shutil.which("c++")
     sources = pathlib.Path(__file__).parent.parent / "xla_ext"

@@ -184,6 +184,7 @@ def test_several_batches_read_each_weight_once():
     assert paper.last_run.h2d_bytes > 2 * report.h2d_bytes
 
 
+@pytest.mark.long
 def test_gradients_over_several_batches_are_the_same_in_any_order():
     weights, xs = data()
 

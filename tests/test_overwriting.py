@@ -139,6 +139,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], tuple[int, ...], flo
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_the_smallest_budget_is_that_much_smaller(name: str):
     fn, args, donated, most = CASES[name]
@@ -203,6 +204,7 @@ def test_a_nan_in_what_was_written_over_is_blamed():
         f(*args)
 
 
+@pytest.mark.long
 def test_a_step_of_optax_needs_four_arrays_for_each():
     tx = optax.adam(1e-3)
     params = {f"w{k}": array(256, 256, seed=k) for k in range(3)}

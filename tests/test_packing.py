@@ -150,6 +150,7 @@ def test_a_plan_does_as_packed_where_that_is_enough():
             assert away == set(range(after + 1, back))
 
 
+@pytest.mark.long
 @given(taskgraphs(), st.integers(0, 8192), st.sampled_from([100.0, 10.0, 1.0]))
 @settings(max_examples=200, deadline=None)
 def test_a_packing_adds_up(graph: TaskGraph, more: int, rate: float):
@@ -195,6 +196,7 @@ def in_use(graph: TaskGraph, packing: _Packing) -> list[int]:
     return found
 
 
+@pytest.mark.long
 @given(data=st.data())
 @settings(max_examples=100, deadline=None)
 def test_plans_over_any_link_are_right(data: st.DataObject):

@@ -2,6 +2,7 @@
 
 import random
 
+import pytest
 from hypothesis import given, settings, strategies as st
 
 from jturnip.graph.memgraph import Dep, DepKind, MemGraph, Op, OpId, OpKind
@@ -25,6 +26,7 @@ def edges(before: list[list[int]], kinds: list[OpKind]) -> MemGraph:
     return MemGraph(0, tuple(ops), (), (), ())
 
 
+@pytest.mark.long
 @given(st.integers(2, 60), st.integers(1, 12), st.randoms(use_true_random=False))
 @settings(max_examples=80, deadline=None)
 def test_random_graphs_have_the_paths_that_brute_force_finds(

@@ -19,6 +19,7 @@ from jturnip.runtime.simulated import simulate
 from jturnip.units import padded
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @given(data=st.data())
 @settings(max_examples=40, deadline=None)
@@ -33,6 +34,7 @@ def test_every_order_of_a_plan_computes_the_function(strategy, data):
     assert peak_bytes(memgraph) <= budget
 
 
+@pytest.mark.long
 @given(taskgraphs())
 @settings(max_examples=100, deadline=None)
 def test_one_byte_less_than_the_smallest_budget_is_refused(graph):

@@ -461,6 +461,7 @@ def test_the_link_at_hand_is_measured_once(monkeypatch: pytest.MonkeyPatch):
     assert again.peak_bytes == 0
 
 
+@pytest.mark.long
 def test_a_link_is_measured_in_little_room(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(calibration, "_links", {})
     device, trials = jax.devices("cpu")[0], trials_in(5 * MIB // 4)

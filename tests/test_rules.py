@@ -28,6 +28,16 @@ _APIECE = 1
 _SMALL = ("arrays",)
 
 
+def all_values(flat: FlatJaxpr, arguments: Sequence[Any]) -> dict[int, Any]:
+    """Everything that a function makes, and reads."""
+    values = dict(zip(flat.inputs, arguments, strict=True))
+    values.update((v, jnp.asarray(array)) for v, array in flat.constants)
+    for e in flat.equations:
+        read = [v.value if isinstance(v, Constant) else values[v] for v in e.inputs]
+        values.update(zip(e.outputs, e.bind(read), strict=True))
+    return values
+
+
 class Checked:
     """Looks at each distinct equation of functions once."""
 
@@ -43,19 +53,15 @@ class Checked:
         flat = flatten(jax.jit(fn).trace(*args).jaxpr)
         if len(jax.tree.leaves(args)) != len(flat.inputs):
             return
+        if any(e.effects for e in flat.equations):
+            return
         of_equation = axes.rules(flat, parts.works, self._known)
-        values = dict(
-            zip(flat.inputs, map(jnp.asarray, jax.tree.leaves(args)), strict=True)
-        )
-        values.update((v, jnp.asarray(array)) for v, array in flat.constants)
+        arrays = map(jnp.asarray, jax.tree.leaves(args))
+        values = jax.jit(functools.partial(all_values, flat))(list(arrays))
         for e, rule in zip(flat.equations, of_equation, strict=True):
-            if e.effects:
-                return
-            read = [v.value if isinstance(v, Constant) else values[v] for v in e.inputs]
-            results = list(e.bind(read))
-            values.update(zip(e.outputs, results, strict=True))
             if rule is not None and self._is_new(e, flat):
-                self._equation(flat, e, rule, read, results)
+                read = [v.value if isinstance(v, Constant) else values[v] for v in e.inputs]
+                self._equation(flat, e, rule, read, [values[v] for v in e.outputs])
 
     def _is_new(self, e: Equation, flat: FlatJaxpr) -> bool:
         key = axes._key(e, flat, {})
@@ -78,7 +84,9 @@ class Checked:
         labels = {x for each in (*rule.operands, *rule.results) for x in each}
         for label in labels - {None}:
             assert label is not None
-            found = in_two(e, rule, label, types, written, read)
+            # One executable instead of one for each of its many small steps.
+            parts_of = functools.partial(in_two, e, rule, label, types, written)
+            found = jax.jit(parts_of)(read)
             for got, want in zip(found, results, strict=True):
                 assert_near(got, want, f"{e.name} {types} along {label} of {rule}")
             self.labels += 1
@@ -337,6 +345,7 @@ POSITIONAL: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", POSITIONAL)
 def test_parts_have_their_positions(name: str):
     """What a single position does not show."""
@@ -392,6 +401,7 @@ def random(*shape: int) -> np.ndarray[Any, Any]:
     return np.random.default_rng(0).normal(size=shape).astype(np.float32)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("typed", [False, True])
 def test_parts_of_scans(typed: bool):
     seeds = np.arange(480, dtype=np.uint32)
@@ -455,6 +465,7 @@ def roots(a: Any, keys: Any, n: Any) -> Any:
     return lax.fori_loop(0, n, lambda i, x: jnp.sin(x) * i, x), steps
 
 
+@pytest.mark.long
 def test_parts_of_whiles():
     keys = jax.vmap(jax.random.key)(np.arange(50, dtype=np.uint32))
     checked = Checked()
@@ -472,6 +483,7 @@ def test_parts_of_whiles():
     assert checked._times["while"] == 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rows", [256, 640])
 def test_narrow_indices_find_their_rows_in_every_part(rows: int):
     """The end of the last part, or the begin of another, is none of their numbers."""

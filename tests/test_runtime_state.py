@@ -309,6 +309,7 @@ def test_every_plan_finishes_in_every_order_of_completions(
     assert sorted(started) == [op.id for op in memgraph.ops]
 
 
+@pytest.mark.long
 @given(plans(), st.integers(0, 1 << 30), limits())
 @settings(max_examples=150, deadline=None)
 def test_nothing_starts_before_what_it_depends_on(

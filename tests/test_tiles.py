@@ -208,6 +208,7 @@ def test_borders_that_are_more_than_the_tiles_cut_the_chain():
     assert_same(evaluated(form, x)[0], jax.jit(fn)(x))
 
 
+@pytest.mark.long
 def test_sums_over_what_is_in_tiles_are_added_up():
     steps = chain("a torus by roll", 2)
     fn = lambda x: (steps(x) / jnp.linalg.norm(steps(x)), steps(x).max(0), steps(x).sum())
@@ -217,6 +218,7 @@ def test_sums_over_what_is_in_tiles_are_added_up():
         assert_same(found, expected, ulps=32)
 
 
+@pytest.mark.long
 def test_each_tile_has_some_of_every_level():
     """More tiles than the lower one has rows would hold less, but do nothing for it."""
 

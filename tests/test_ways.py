@@ -123,6 +123,7 @@ def test_a_task_that_cannot_be_cut_is_known_where_nothing_spares_it_more():
     refuse(partitioner, Budget(60_000), 0, lambda: alone)
 
 
+@pytest.mark.long
 def test_a_loop_that_is_in_the_way_is_compiled_once(monkeypatch: pytest.MonkeyPatch):
     """However the function around it is cut; and once more to know what to ask for."""
     compiled: Counter[int] = Counter()

@@ -181,6 +181,37 @@ def test_what_is_expected_to_need_most_is_compiled_first(monkeypatch: pytest.Mon
     assert sum(compiled) < 10
 
 
+def test_what_is_too_large_as_it_is_is_compiled_once(monkeypatch: pytest.MonkeyPatch):
+    """What it reads and writes is more than there is: in another form of the function, the
+    others are not compiled to say so again."""
+    compiled: list[int] = []
+    compile_groups = splitting._compile
+
+    def counting(flat: FlatJaxpr, groups: Sequence[Group], *rest: Any, **more: Any) -> Any:
+        compiled.append(len(groups))
+        return compile_groups(flat, groups, *rest, **more)
+
+    monkeypatch.setattr(splitting, "_compile", counting)
+    traced = jax.jit(lambda x, y: (jnp.sort(x, 0), jax.lax.rev(y, (0,)))).trace(
+        BIG, BIG[:48]
+    )
+    lowered = jturnip.jit(lambda x, y: (x, y), 30_000).lower(*jturnip.host((BIG, BIG[:48])))
+    given = lowered._budgeted.flattened.given
+    setting = Setting(given, Budget(30_000), lowered._budgeted.how())
+    flat = Function(traced.jaxpr).flat(setting.seen())
+    (i,) = (i for i, e in enumerate(flat.equations) if e.name == "rev")
+    origin = flat.equations[i].origin
+    origin = origin.replace(params={**origin.params, "dimensions": (1,)})
+    other = dataclasses.replace(flat.equations[i], origin=origin)
+    equations = (*flat.equations[:i], other, *flat.equations[i + 1 :])
+    with pytest.raises(DoesNotFit, match="sort"):
+        splitting.split(flat, setting)
+    assert compiled == [2]
+    with pytest.raises(DoesNotFit, match="sort"):
+        splitting.split(dataclasses.replace(flat, equations=equations), setting)
+    assert compiled == [2]
+
+
 def test_a_task_has_not_thousands_of_equations():
     """XLA takes much longer for one of 4,000 than for eight of 500."""
 

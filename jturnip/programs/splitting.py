@@ -84,10 +84,10 @@ def split(
     there = values_that_stay(flat, arguments)
     partitioner = Partitioner(flat, setting.rates, there)
     left = arena - sum(padded(flat.types[v].nbytes) for v in there)
-    _refuse_early(flat, partitioner, arguments, budget, left, used, spent)
     if needs is not None:
         finest_groups = lambda: _finest(flat, partitioner, arguments)
         needs.refuse(flat, partitioner, budget, left, finest_groups)
+    _refuse_early(flat, partitioner, arguments, budget, left, used, spent, needs)
     groups = partitioner.partition(0 if how.finest else max(0, left) // _SHARE)
     staying = _not_to_be_lost(flat, arguments, how.repeated)
     compiled, times = None, 0
@@ -343,9 +343,11 @@ def _refuse_early(
     left: int,
     used: list[Executable],
     spent: Spent | None,
+    needs: Needs | None,
 ) -> None:
     """Refuses a hopeless budget after compiling the largest equations only; so many bytes
-    are left beside what is on the device all the time."""
+    are left beside what is on the device all the time. `needs` grows by the largest of all:
+    they are not compiled again where it is in the way in another form of the function."""
     arena, at_start = budget.arena(arguments.device), bytes_at_start(flat, arguments)
     if partitioner.least_bytes() <= left and at_start <= arena:
         return
@@ -362,7 +364,12 @@ def _refuse_early(
     compiled = _compile(flat, hungry, arguments, spent=spent)
     used += compiled.executables
     graph, _ = build(flat, hungry, arguments, compiled)
-    raise _refusal(graph, budget, arguments.device)
+    refusal = _refusal(graph, budget, arguments.device)
+    if needs is not None:
+        sizes = [task_bytes(graph, task) for task in graph.tasks]
+        group, nbytes = max(zip(hungry, sizes, strict=True), key=lambda each: each[1])
+        needs.know_alone(flat, partitioner, group, nbytes, refusal, budget)
+    raise refusal
 
 
 def _refusal(graph: TaskGraph, budget: Budget, device: Device) -> DoesNotFit:

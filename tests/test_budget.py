@@ -66,7 +66,6 @@ def while_sampling(
 # What is really alive
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_live_device_arrays_never_pass_the_budget(strategy: str):
     # Over this link the transfers take about half a second, so that there is time to look.

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import large_intermediates
 import numpy as np
 import pytest
+from flat import all_values, flat_of
 from hypothesis import assume, given, settings, strategies as st
 from jax import lax
 
 from jturnip.frontend import axes, parts
-from jturnip.frontend.flatten import flatten
 from jturnip.frontend.rules import Rule
 from jturnip.frontend.stretches import Along
 from jturnip.frontend.values import Constant, Equation, FlatJaxpr, Type
@@ -26,16 +26,6 @@ from tests.conformance.registry import Case, programs
 # Equations of one primitive that are looked at, of the small programs.
 _APIECE = 1
 _SMALL = ("arrays",)
-
-
-def all_values(flat: FlatJaxpr, arguments: Sequence[Any]) -> dict[int, Any]:
-    """Everything that a function makes, and reads."""
-    values = dict(zip(flat.inputs, arguments, strict=True))
-    values.update((v, jnp.asarray(array)) for v, array in flat.constants)
-    for e in flat.equations:
-        read = [v.value if isinstance(v, Constant) else values[v] for v in e.inputs]
-        values.update(zip(e.outputs, e.bind(read), strict=True))
-    return values
 
 
 class Checked:
@@ -50,14 +40,13 @@ class Checked:
 
     def function(self, fn: Callable[..., Any], args: Any) -> None:
         """All equations that have a rule, with the operands they have in a function."""
-        flat = flatten(jax.jit(fn).trace(*args).jaxpr)
+        flat = flat_of(fn, *args)
         if len(jax.tree.leaves(args)) != len(flat.inputs):
             return
         if any(e.effects for e in flat.equations):
             return
         of_equation = axes.rules(flat, parts.works, self._known)
-        arrays = map(jnp.asarray, jax.tree.leaves(args))
-        values = jax.jit(functools.partial(all_values, flat))(list(arrays))
+        values = all_values(flat, *map(jnp.asarray, jax.tree.leaves(args)))
         for e, rule in zip(flat.equations, of_equation, strict=True):
             if rule is not None and self._is_new(e, flat):
                 read = [v.value if isinstance(v, Constant) else values[v] for v in e.inputs]
@@ -418,7 +407,7 @@ def test_sums_of_scans_are_not_cut_where_more_is_made_of_them():
     x = random(5, 480, 3)
 
     def scans(step: Callable[[Any, Any], Any], first: Any) -> bool:
-        flat = flatten(jax.jit(lambda x: jax.lax.scan(step, first, x)).trace(x).jaxpr)
+        flat = flat_of(lambda x: jax.lax.scan(step, first, x), x)
         known = axes.rules(flat, parts.works, axes.Known())
         ((_, rule),) = (
             (e, rule)

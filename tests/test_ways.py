@@ -154,8 +154,9 @@ def test_a_loop_that_is_in_the_way_is_compiled_once(monkeypatch: pytest.MonkeyPa
     assert max(compiled.values()) <= 2
 
 
-def test_what_is_expected_to_need_most_is_compiled_first(monkeypatch: pytest.MonkeyPatch):
-    """Where it cannot be cut and does not fit, the others need not be compiled."""
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many tasks were to be compiled, each time."""
     compiled: list[int] = []
     compile_groups = splitting._compile
 
@@ -164,6 +165,11 @@ def test_what_is_expected_to_need_most_is_compiled_first(monkeypatch: pytest.Mon
         return compile_groups(flat, groups, *rest, **more)
 
     monkeypatch.setattr(splitting, "_compile", counting)
+    return compiled
+
+
+def test_what_is_expected_to_need_most_is_compiled_first(compiled: list[int]):
+    """Where it cannot be cut and does not fit, the others need not be compiled."""
 
     def fn(x: Any, w: Any) -> Any:
         large = jnp.linalg.eigh(x @ x.T)[1]
@@ -181,17 +187,9 @@ def test_what_is_expected_to_need_most_is_compiled_first(monkeypatch: pytest.Mon
     assert sum(compiled) < 10
 
 
-def test_what_is_too_large_as_it_is_is_compiled_once(monkeypatch: pytest.MonkeyPatch):
+def test_what_is_too_large_as_it_is_is_compiled_once(compiled: list[int]):
     """What it reads and writes is more than there is: in another form of the function, the
     others are not compiled to say so again."""
-    compiled: list[int] = []
-    compile_groups = splitting._compile
-
-    def counting(flat: FlatJaxpr, groups: Sequence[Group], *rest: Any, **more: Any) -> Any:
-        compiled.append(len(groups))
-        return compile_groups(flat, groups, *rest, **more)
-
-    monkeypatch.setattr(splitting, "_compile", counting)
     traced = jax.jit(lambda x, y: (jnp.sort(x, 0), jax.lax.rev(y, (0,)))).trace(
         BIG, BIG[:48]
     )

@@ -117,8 +117,7 @@ def _together(stretches: Stretches, v: int, large: Large) -> frozenset[int]:
         stretch = stretches.along(members, v, dim) if size > 1 else None
         if stretch is not None and writer in stretch.working:
             inside = stretch.working.intersection(stretches.readers[v])
-            ends = {*stretch.entering, *stretch.leaving, *stretch.reduced} - {v}
-            if nbytes_of(stretches.flat, ends) > large.arena:
+            if nbytes_of(stretches.flat, stretch.ends - {v}) > large.arena:
                 loop = stretch.loop[writer]
                 inside = frozenset(i for i in inside if stretch.loop[i] == loop)
             found.append(inside - _leading_out(stretches, stretch, v, large.nbytes))

@@ -598,8 +598,7 @@ class _Choice:
 
 def _held(stretches: Stretches, stretch: Stretch, room: Room) -> set[int]:
     """What is there whatever the blocks, beside what stays."""
-    ends = {*stretch.entering, *stretch.leaving, *stretch.reduced}
-    return ends - _written_over(stretches, stretch) - room.where.staying
+    return {*stretch.ends} - _written_over(stretches, stretch) - room.where.staying
 
 
 def _written_over(stretches: Stretches, stretch: Stretch) -> set[int]:
@@ -775,8 +774,7 @@ def _held_apiece(
     """What must be there at once for one part of a stretch. Each of its loops goes through
     all parts, and may consist of pieces that share no value they write: for each piece what
     it reads of others, what leaves it, what is kept of it, and what is reduced."""
-    ends = {*stretch.entering, *stretch.leaving, *stretch.reduced, *kept}
-    ends -= _written_over(stretches, stretch)
+    ends = {*stretch.ends, *kept} - _written_over(stretches, stretch)
     loops = [stretch.equations]
     if stretch.loops > 1 and stretch.loops * len(stretch.equations) <= _MOST_PASSED:
         passes = stretch.passes(stretches.flat, kept)

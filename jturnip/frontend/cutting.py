@@ -18,7 +18,7 @@ from jturnip.frontend import parts, stacks
 from jturnip.frontend.materializing import NOTHING, Materialized
 from jturnip.frontend.rules import SAME
 from jturnip.frontend.sliding import Axis, Extent
-from jturnip.frontend.stretches import Pass, Stretch, Stretches
+from jturnip.frontend.stretches import Stretch, Stretches
 from jturnip.frontend.tiles import Step, Tile, Tiles
 from jturnip.frontend.values import (
     Constant,
@@ -297,19 +297,21 @@ class _New:
         # What each part of a value is, by its first position.
         made: list[dict[int, dict[int, int]]] = [{low: {} for low in lows} for _ in abreast]
         loops = (cutting.stretch.passes(flat, cutting.kept) for cutting in abreast)
+        accumulated = set[int]().union(*(c.stretch.accumulated(flat) for c in abreast))
         for loop in zip(*loops, strict=True):
             for i in itertools.chain(*(each.once for each in loop)):
                 self._whole(flat.equations[i].reads)
                 self._equations.append(flat.equations[i])
             sofar: dict[int, int] = {}
             for low in self._there_and_back(abreast[0]):
+                last = low == lows[-1]
                 for cutting, each, of in zip(abreast, loop, made, strict=True):
-                    last = low == lows[-1]
-                    part = self._part(cutting, each, low, of[low], sofar, last)
+                    growing = {v: sofar.get(v) for v in each.wanted if v in accumulated}
+                    part = self._part(cutting, each.steps, low, of[low], growing, last)
                     for v in each.wanted:
                         if v in cutting.stretch.dims:
                             of[low][v] = part[v]
-                        elif v in cutting.stretch.accumulated(flat):
+                        elif v in growing:
                             sofar[v] = part[v]
                         else:  # partial results are combined as they come
                             before = sofar.get(v)
@@ -404,21 +406,20 @@ class _New:
     def _part(
         self,
         cutting: Tasks,
-        each: Pass,
+        steps: Sequence[int],
         low: int,
         made: Mapping[int, int],
-        sofar: Mapping[int, int],
+        growing: Mapping[int, int | None],
         last: bool,
     ) -> Mapping[int, int]:
-        """Adds what is done for one part; returns what each value is there.
+        """Adds some equations for one part; returns what each value is there.
 
         Args:
           made: what some values are there already.
-          sofar: what is reduced, of all parts before it.
+          growing: what scatters make of all parts, and of those before this one, if any.
           last: whether it is the last part.
         """
         flat, stretch = self._flat, cutting.stretch
-        accumulated = cutting.stretch.accumulated(flat)
         length = min(cutting.size, stretch.length - low)
         of_part: dict[int, int] = {**made}
         cut: dict[tuple[int, int], int] = {}
@@ -442,15 +443,14 @@ class _New:
                 cut[v, dim] = make(v, dim, low * scale, length * scale)
             return cut[v, dim]
 
-        for i in each.steps:
+        for i in steps:
             e = flat.equations[i]
             inputs = [read(i, position, v) for position, v in enumerate(e.inputs)]
             (v, *_) = e.outputs
-            grows = v in accumulated and v in each.wanted
-            if grows and v in sofar:
-                inputs[0] = sofar[v]
+            if (before := growing.get(v)) is not None:
+                inputs[0] = before
             types = [v.type if isinstance(v, Constant) else self._types[v] for v in inputs]
-            if grows:
+            if v in growing:
                 key = (id(e.origin), tuple(types))
                 make = functools.partial(parts.on_sofar, e, types)
             else:
@@ -460,7 +460,7 @@ class _New:
                 make = functools.partial(parts.on_part, e, types, shapes, along)
                 inputs = [Constant.position(low), *inputs]
             closed = self._made.get(key, [e.origin], make)
-            if grows and last:
+            if v in growing and last:
                 outputs = [v]
             else:
                 outputs = [self._value(Type.of(v.aval)) for v in closed.jaxpr.outvars]

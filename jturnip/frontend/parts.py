@@ -332,8 +332,7 @@ def _scattered(
         if along.result is None:  # it has some of the updates, and all of the operand
             none = nothing(COMBINED[e.name], Type(shape, part.dtype))
             part = lax.select(low == 0, part, _converted(none, part.dtype))
-        (result,) = bind(e.origin, (part, indices, updates))
-        return result
+        return _scattered_into(e, (part, indices, updates))
     gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
     windows = iter(numbers.update_window_dims)
     room = [
@@ -347,6 +346,13 @@ def _scattered(
             indices = _column(indices, column, lambda x, b=begin: x - b)
     dropped = lax.GatherScatterMode.FILL_OR_DROP
     (result,) = bind(e.origin, (part, indices, updates), mode=dropped)
+    return result
+
+
+def _scattered_into(e: Equation, operands: Sequence[Any]) -> Any:
+    """What some of the updates of a scatter make of what others made of its operand."""
+    sofar, indices, updates = operands
+    (result,) = bind(e.origin, (sofar, _wide(indices), updates))
     return result
 
 
@@ -452,15 +458,9 @@ def combined(how: str, sofar: Any, part: Any) -> Any:
 # -- stretches -------------------------------------------------------------------------
 
 
-def _scattered_into(e: Equation, operands: Sequence[Any]) -> Any:
-    """What some of the updates of a scatter make of what others made of its operand."""
-    sofar, indices, updates = operands
-    (result,) = bind(e.origin, (sofar, _wide(indices), updates))
-    return result
-
-
 def on_sofar(e: Equation, types: Sequence[Type]) -> Any:
-    """The same as a jaxpr of operands of these types."""
+    """A scatter of some of its updates into what others made of its operand, as a jaxpr of
+    operands of these types."""
     function = lambda *operands: _scattered_into(e, operands)
     return jax.make_jaxpr(function)(*(t.struct() for t in types))
 

@@ -79,6 +79,11 @@ class Stretch:
         return self.equations, self.length, *cut
 
     @property
+    def ends(self) -> frozenset[int]:
+        """What is there at once for any part: what enters, what leaves, what is reduced."""
+        return frozenset({*self.entering, *self.leaving, *self.reduced})
+
+    @property
     def loops(self) -> int:
         """How many loops there are."""
         return 1 + max(self.loop.values())

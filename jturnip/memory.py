@@ -303,11 +303,20 @@ def from_numpy(contents: np.ndarray, where: jax.sharding.Sharding) -> jax.Array:
         return compat.put(contents, where)
 
 
-def zeros(struct: jax.ShapeDtypeStruct, where: jax.sharding.Sharding) -> jax.Array:
+def zeros(
+    struct: jax.ShapeDtypeStruct, where: jax.sharding.Sharding, given_up: bool = False
+) -> jax.Array:
     """Zeros, or keys of zeros, to try an executable or a copy out: large ones made by the
     device where it is not the CPU, rather than copied to it.
 
-    XLA makes results on the device only: zeros in host memory are numpy's.
+    XLA makes results on the device only: zeros in host memory are numpy's. So are those on
+    a CPU, which takes numpy's memory as it is; but an executable that writes over it would
+    copy it first.
+
+    Args:
+      struct: shape and dtype.
+      where: the device and its memory.
+      given_up: whether an executable is to write over them.
     """
     is_large = struct.size >= _MANY and not _is_key(struct.dtype)
     if is_large and where.memory_kind == "device" and not is_on_cpu(where):
@@ -315,7 +324,10 @@ def zeros(struct: jax.ShapeDtypeStruct, where: jax.sharding.Sharding) -> jax.Arr
             return jnp.zeros(struct.shape, struct.dtype, device=where)
     contents = room_for(struct)
     contents.fill(0)
-    return with_contents(contents, struct.dtype, where)
+    if not (given_up and is_on_cpu(where)):
+        return with_contents(contents, struct.dtype, where)
+    on_host = with_contents(contents, struct.dtype, where.with_memory_kind("pinned_host"))
+    return compat.put(on_host, where)  # which copies, as a reload does
 
 
 def in_their_places(

@@ -166,6 +166,24 @@ def test_a_trial_that_fails_says_so_and_leaves_nothing_measured():
     assert executable.seconds is None
 
 
+def test_what_a_task_writes_over_is_not_copied_first():
+    """XLA copies a given-up operand that lies in numpy's memory, which no run has."""
+    write = jax.jit(lambda x: x.at[3].set(1.0), donate_argnums=0)
+    before, after = list[int](), list[int]()
+
+    def call(operand: jax.Array) -> Sequence[jax.Array]:
+        before.append(operand.unsafe_buffer_pointer())
+        result = write(operand)
+        after.append(result.unsafe_buffer_pointer())
+        return [result]
+
+    executable = Recorded().executable("a")
+    executable.call, executable.overwrites = call, ((0, 0),)
+    tried([executable], trials_in(64 * MIB))
+    assert before == after
+    assert len(before) > 1
+
+
 @pytest.mark.parametrize("dtype", ["float32", "int8", "int4"])
 def test_a_device_makes_large_zeros_itself(dtype: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(memory, "is_on_cpu", lambda where: False)

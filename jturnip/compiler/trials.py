@@ -165,7 +165,11 @@ class _Trial:
 
     def make_operands(self, sharding: jax.sharding.Sharding) -> None:
         began = time.perf_counter()
-        self._operands = [memory.zeros(a, sharding) for a in self.executable.arguments]
+        given_up = {i for _, i in self.executable.overwrites}
+        self._operands = [
+            memory.zeros(a, sharding, given_up=i in given_up)
+            for i, a in enumerate(self.executable.arguments)
+        ]
         jax.block_until_ready(self._operands)
         self.spent_seconds += time.perf_counter() - began
 

@@ -75,13 +75,16 @@ def is_on_host(array: jax.Array) -> bool:
 
 
 def reused_arguments(
-    arguments: Sequence[tuple[Any, Whose]], results: Sequence[Any]
+    arguments: Sequence[tuple[Any, Whose]],
+    results: Sequence[Any],
+    first: Collection[int] = (),
 ) -> dict[int, int]:
     """Which result takes the place of which donated host argument.
 
     Args:
       arguments: type (anything with a shape and a dtype) and holder of each.
       results: type of each, or None for one that is not to be matched.
+      first: positions of results that choose before the others.
 
     Returns:
       Position of a result → that of its argument: the first of the same shape and dtype
@@ -92,7 +95,7 @@ def reused_arguments(
         if holder is Whose.DONATED_HOST:
             offers.setdefault((tuple(t.shape), t.dtype), []).append(i)
     found = {}
-    for i, t in enumerate(results):
+    for i, t in sorted(enumerate(results), key=lambda result: result[0] not in first):
         offered = offers.get((tuple(t.shape), t.dtype)) if t is not None else None
         if offered:
             found[i] = offered.pop()

@@ -397,6 +397,28 @@ def test_a_long_scan_that_only_repeats_itself_is_driven(
     assert not any(e.name == "scan" for e in flat.equations)
 
 
+@pytest.mark.parametrize(("length", "driven"), [(50, False), (400, True)])
+def test_a_scan_that_carries_much_is_driven_where_it_is_very_long(
+    length: int, driven: bool
+):
+    """Its memory takes more than half of what there is, and part of it goes to host memory
+    and back each time; but as tasks of one plan there would be tens of thousands."""
+
+    def fn(stack: Any, x: Any) -> Any:
+        def step(state: Any, at: Any) -> Any:
+            memory, x = state
+            for weight in stack:
+                x = jnp.tanh(x @ weight + memory[at, :WIDTH])
+            return (memory.at[at].add(x.sum()), x), None
+
+        memory = jnp.zeros((2 * length, 60_000 // length))
+        return lax.scan(step, (memory, x), jnp.arange(length))[0]
+
+    stack = [jnp.zeros((WIDTH, WIDTH))] * 16
+    flat = flat_scans(fn, stack, jnp.zeros(WIDTH), largest=3 * LAYER, drive_long=True)
+    assert any(e.driven for e in flat.equations) == driven
+
+
 @pytest.mark.long
 def test_a_model_that_samples_reads_its_weights_once_in_each_iteration():
     stack = list(weights(16))

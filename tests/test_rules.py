@@ -433,6 +433,10 @@ def test_sums_of_scans_are_not_cut_where_more_is_made_of_them():
     # What is not cut is done again for each part: here that is nearly all.
     again = lambda state, row: (jnp.tanh(state @ state), row * 2)
     assert not scans(again, jnp.ones((30, 30)))
+    # What takes some weights out of all is hardly any work, whatever it reads.
+    weights = jnp.asarray(random(2000, 3))
+    some = lambda state, row: (jnp.tanh(state + row @ weights[7:10].T), None)
+    assert scans(some, jnp.zeros((480, 3)))
 
 
 def roots(a: Any, keys: Any, n: Any) -> Any:

@@ -13,7 +13,7 @@ import collections
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -432,10 +432,12 @@ def _lengths(flat: FlatJaxpr, e: Equation, rule: Rule | None) -> list[int]:
     return list(found.values())
 
 
-def has_loops_with_axes(flat: FlatJaxpr, arena: int, name: str = "scan") -> bool:
+def has_loops_with_axes(
+    flat: FlatJaxpr, arena: int, names: Collection[str] = frozenset(["scan"])
+) -> bool:
     """Whether there are loops that can be done in parts without being taken apart, with
     room for what all parts read."""
-    loops = tuple(e for e in flat.equations if e.name == name)
+    loops = tuple(e for e in flat.equations if e.name in names)
     some = dataclasses.replace(flat, equations=loops)
     of_loops = zip(loops, rules(some, parts.works, Known()), strict=True)
     return any(

@@ -23,6 +23,7 @@ from jax.extend.core import jaxpr_as_fun
 from jturnip import compat
 from jturnip.errors import UnsupportedError
 from jturnip.frontend import costs
+from jturnip.frontend.costs import RENAMING
 from jturnip.frontend.inline import inline
 from jturnip.frontend.loops import loop_counts, scanned
 from jturnip.frontend.results import live
@@ -31,8 +32,12 @@ from jturnip.frontend.sets import Joined
 from jturnip.frontend.values import Constant, Equation, FlatJaxpr, Type, bind
 
 
-# What is done again for every part may be this share of the work.
+# What is done again for every part may be this share of the work. What only gives other
+# shapes or places to what is read, as a layer's weights out of all, is done by its reader.
 _AGAIN = 1 / 16
+_BY_READERS = RENAMING | frozenset(
+    "broadcast_in_dim convert_element_type copy dynamic_slice rev slice transpose".split()
+)
 
 # How results may be combined that iterations sum up; what is linear in all its operands.
 _SUMS = frozenset(["add", SAME, None])
@@ -214,8 +219,12 @@ def _axis(
     if max(map(len, labels), default=0) > 1:
         return None
     work = [costs.flops(e.origin) for e in flat.equations]
-    again = (each for each, found in zip(work, labels, strict=True) if not found)
-    if sum(again) > _AGAIN * sum(work):
+    again = sum(
+        each
+        for e, each, found in zip(flat.equations, work, labels, strict=True)
+        if not found and e.name not in _BY_READERS
+    )
+    if again > _AGAIN * sum(work):
         return None
     hows = [
         _hows(rule, *found) if found else None

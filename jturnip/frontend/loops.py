@@ -35,8 +35,10 @@ _MOST_PARTS = 1024
 MOST_EQUATIONS = 100_000
 # A scan that only repeats itself is driven rather than become so many equations.
 _MANY_EQUATIONS = 2_000
-# What it carries and stacks may take this share of the budget then.
+# Where what it carries and stacks takes more than this share of the budget, part of it goes
+# to host memory and back in each iteration then: so it becomes more of them before.
 _CARRIED = 4
+_VERY_MANY_EQUATIONS = 10_000
 # A part of several iterations must take this many times as long as a launch.
 _WORTH = 4
 
@@ -68,8 +70,9 @@ class Streaming:
     # two iterations are a task.
     drive_long: bool = False
     drive_all: bool = False
-    # Whether arrays in host memory are cut at rows, also where no scan is.
-    cut_arrays: bool = True
+    # Arrays in host memory that are larger than `largest` are cut at rows, also where no
+    # scan is, so that so many parts are no more than that; not at all if it is 0.
+    parts_at_once: int = 4
     # Positions of arguments that are in host memory, and whether a closed-over array is.
     on_host: frozenset[int] = frozenset()
     is_on_host: Callable[[Any], bool] = lambda array: False
@@ -206,9 +209,10 @@ def find_cuts(
             if rows[eqn.params["length"]] == 1 and id(eqn) not in inlined:
                 inlined.add(id(eqn))
                 agenda.append(inline(eqn.params["jaxpr"]))
-    for t in held if streaming.cut_arrays else ():
+    at_once = streaming.parts_at_once
+    for t in held if at_once else ():
         if t.shape and t.shape[0] > 1 and t.nbytes > streaming.largest:
-            fitting = streaming.largest // 4 * t.shape[0] // t.nbytes
+            fitting = streaming.largest // at_once * t.shape[0] // t.nbytes
             fewest = max(-(-t.shape[0] // _MOST_PARTS), SMALL * t.shape[0] // t.nbytes)
             rows.setdefault(t.shape[0], max(1, fitting, fewest))
     return Cuts(frozenset(scans), frozenset(long), rows)
@@ -321,11 +325,13 @@ def _only_repeats_itself(
     consts, carry, _ = scan_counts(eqn)
     bytes_of = lambda variables: sum(Type.of(v.aval).nbytes for v in variables)
     passing = bytes_of(eqn.invars[consts + carry :]) + bytes_of(eqn.outvars)
-    if passing > streaming.arena // _CARRIED:
+    stays = passing <= streaming.arena // _CARRIED
+    equations = length * costs.equation_count(body)
+    if not stays and equations <= _VERY_MANY_EQUATIONS:
         return False
     if not _needs_the_last(body, consts, carry):
         return False
-    is_long = length * costs.equation_count(body) > _MANY_EQUATIONS
+    is_long = equations > _MANY_EQUATIONS
     reads_more = bytes_of(eqn.invars[:consts]) + passing > streaming.arena
     return (is_long and reads_more) or by_rows(eqn)
 

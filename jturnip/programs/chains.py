@@ -84,7 +84,7 @@ def chain(
       make_piece: makes the program of each piece.
     """
     arguments, arena = places.kept(setting.arguments, flat), setting.arena
-    to_host |= places.at_home(flat, arguments)
+    to_host |= places.at_home(flat, arguments, to_host)
     returned, reserve = setting.how.returned, 0
     setting = dataclasses.replace(setting, arguments=arguments)
     setting = setting.otherwise(returned=NOTHING_KNOWN)
@@ -123,14 +123,18 @@ def _chain_beside(
     to_host: frozenset[int],
     make_piece: MakePiece,
     reserve: int,
+    sent: frozenset[int] = frozenset(),
 ) -> Chain:
-    """A chain in a budget of which `reserve` bytes are for what bodies close over."""
+    """A chain in a budget of which `reserve` bytes are for what bodies close over. What
+    pieces make and leave on the device is `sent` to host memory where a later one does not
+    fit beside it."""
     arguments, room = setting.arguments, setting.budget.room
     pieces = list(_pieces(flat))
     last_use = _last_uses(flat, pieces)
     read_over = _read_by_driven(flat, pieces)
     always = places.constants_on_device(flat)
     held = _held_at_start(flat, arguments, read_over)
+    made_before: set[int] = set()
     stages: list[Stage] = []
     for k, piece in enumerate(pieces):
         there = {v: held[v] for v in piece.reads}
@@ -151,8 +155,16 @@ def _chain_beside(
         left = setting.beside(waiting + others + reserve)
         ahead = pieces[k + 1] if k + 1 < len(pieces) else None
         away = _away(flat, piece, ahead, 0 if setting.how.tight else room, to_host)
+        away |= {at for at, v in enumerate(piece.writes) if v in sent}
         read = [mine[v] for v in piece.reads]
-        made = make_piece(piece.work, read, left, away)
+        try:
+            made = make_piece(piece.work, read, left, away)
+        except DoesNotFit:
+            there = {v for v in made_before if last_use[v] >= k and not held[v].on_host}
+            if there <= sent:
+                raise
+            return _chain_beside(flat, setting, to_host, make_piece, reserve, sent | there)
+        made_before.update(piece.writes)
         for v, on_host in zip(piece.writes, made.ends_on_host, strict=True):
             nbytes = flat.types[v].nbytes
             held[v] = Held(on_host, True, nbytes, f"a result of {_name(piece)}")

@@ -3,6 +3,7 @@ rows, and calls functions of the user's."""
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -27,12 +28,19 @@ from jturnip.programs.records import (
     all_constants,
 )
 from jturnip.programs.setting import Function, Setting
-from jturnip.programs.ways import straight
+from jturnip.programs.splitting import spread_evenly
+from jturnip.programs.staying import rooms_beside
+from jturnip.programs.ways import straight, waits
+from jturnip.units import padded
 
 
 # Carried values go to host memory where so many times their bytes would be enough: what a
 # body lacks they take themselves, and so do values that are made of them.
 _WORTH_SENDING = 4
+
+# More of what is carried stays on the device where a body takes more than so many times
+# what its tasks do by themselves.
+_HARDLY_WAITS = 1.1
 
 # A loop that leaves what it carries on the device has a small body: of no more equations
 # than so many, for which so many executables are compiled to see whether it fits.
@@ -98,13 +106,8 @@ def _loop(
     function = Function(params["body_jaxpr"], given, condition)
     often = setting.otherwise(repeated=True)
     make = _BodyMaker(function, constants, carried, often, make_program)
-    if any(on_host) and (stays := _staying(make, on_host)):
-        on_host = [False] * len(carried)
-        body, unread = stays
-    else:
-        body, unread = _sending(make, on_host)
+    on_host, body, unread = _in_their_places(make, on_host)
     state = make.state(on_host)
-    body = keeping(body, setting.budget.beside(unread), often.how)
     asked = arguments_of(arguments, [*constants[:of_condition], *(h.kept() for h in state)])
     beside = bytes_on_device(constants[of_condition:])
     left = dataclasses.replace(setting.beside(beside), arguments=asked)
@@ -165,6 +168,10 @@ class _BodyMaker:
         arguments = arguments_of(self.setting.arguments, held)
         return dataclasses.replace(self.setting.beside(unread), arguments=arguments)
 
+    def keeping(self, body: Program, unread: int) -> Program:
+        """A body that keeps on the device what it reads in each iteration."""
+        return keeping(body, self.setting.budget.beside(unread), self.setting.how)
+
     def unread_bytes(self, body: Program, on_host: Sequence[bool]) -> int:
         """Bytes on the device of carried values that a body does not know."""
         return _bytes_at(_unread(body, len(self.carried)), self.state(on_host))
@@ -174,15 +181,37 @@ class _BodyMaker:
 _Made: TypeAlias = tuple[Program, int]
 
 
-def _staying(make: _BodyMaker, on_host: Sequence[bool]) -> _Made | None:
-    """The body in a few tasks, with all that is carried on the device, if there is room for
-    that and nothing else moves instead: what a task is the last to read, it may write over.
+# Which carried values are in host memory, and a body that is made so.
+_Placed: TypeAlias = tuple[list[bool], Program, int]
+
+
+def _in_their_places(make: _BodyMaker, on_host: list[bool]) -> _Placed:
+    """Where what is carried is between iterations, the body, and bytes of carried values
+    that it does not know: all of it on the device, if that moves nothing instead; or the
+    fastest, as predicted.
 
     Args:
-      make: makes it.
-      on_host: what would go to host memory otherwise, and back in each iteration.
+      make: makes the body.
+      on_host: what goes to host memory unless all of it stays.
     """
     here = [False] * len(on_host)
+    stays = _staying(make) if any(on_host) else None
+    if stays is not None and _moved(stays[0]) <= _moved_otherwise(make, on_host):
+        body, unread = stays
+        return here, make.keeping(body, unread), unread
+    body, unread = _sending(make, on_host)
+    placed = _some_staying(make, on_host, body, unread)
+    if stays is None:
+        return placed
+    body, unread = stays
+    staying = here, make.keeping(body, unread), unread
+    return min(staying, placed, key=lambda found: found[1].plan.predicted_seconds)
+
+
+def _staying(make: _BodyMaker) -> _Made | None:
+    """The body in a few tasks, with all that is carried on the device, if there is room for
+    that: what a task is the last to read, it may write over."""
+    here = [False] * len(make.carried)
     if bytes_on_device(make.state(here)) > make.setting.arena:
         return None
     body, unread = None, 0
@@ -190,12 +219,18 @@ def _staying(make: _BodyMaker, on_host: Sequence[bool]) -> _Made | None:
         while body is None or make.unread_bytes(body, here) > unread:
             unread = 0 if body is None else make.unread_bytes(body, here)
             body = make.small_body(unread)
-    if body is None or any(body.ends_on_host[1:]):
-        return None
+    return None if body is None or any(body.ends_on_host[1:]) else (body, unread)
+
+
+def _moved(body: Program) -> int:
+    return body.plan.h2d_bytes + body.plan.d2h_bytes
+
+
+def _moved_otherwise(make: _BodyMaker, on_host: Sequence[bool]) -> int:
+    """What the loop reads in host memory, and carried values that would be there."""
     streamed = sum(h.nbytes for h in make.constants if h.on_host)
     sent = sum(h.nbytes for h, away in zip(make.carried, on_host, strict=True) if away)
-    moved = body.plan.h2d_bytes + body.plan.d2h_bytes
-    return (body, unread) if moved <= streamed + sent else None
+    return streamed + sent
 
 
 def _sending(make: _BodyMaker, on_host: list[bool]) -> _Made:
@@ -221,6 +256,40 @@ def _sending(make: _BodyMaker, on_host: list[bool]) -> _Made:
         if not moved and unknown <= unread:
             return body, unread
         unread = 0 if moved else unknown
+
+
+def _some_staying(
+    make: _BodyMaker, on_host: list[bool], body: Program, unread: int
+) -> _Placed:
+    """The same where not all stays: some of what would go to host memory stays on the
+    device, where there is room for it and that is predicted to take less time.
+
+    Args:
+      make: makes the body.
+      on_host: what is in host memory if the least is on the device.
+      body: as it is then, beside so many bytes.
+      unread: these.
+    """
+    best = on_host, make.keeping(body, unread), unread
+    if make.setting.how.any_plan or not isinstance(body, Straight | Chain):
+        return best
+    if isinstance(body, Straight) and not waits(body, _HARDLY_WAITS):
+        return best
+    first = len(make.constants)
+    order = [at - first for at in places.in_order_of_reading(body.flat) if at >= first]
+    away = [i for i in order if on_host[i]]
+    sizes = [padded(make.carried[i].nbytes) for i in away]
+    for room in rooms_beside(body, make.setting.arena - unread):
+        here = set(itertools.compress(away, spread_evenly(sizes, room)))
+        if not here:
+            break
+        some = [far and i not in here for i, far in enumerate(on_host)]
+        with contextlib.suppress(PlanningError, TooManyTasks):
+            other, unknown = _sending(make, some)
+            other = make.keeping(other, unknown)
+            if other.plan.predicted_seconds < best[1].plan.predicted_seconds:
+                best = some, other, unknown
+    return best
 
 
 def _unread(program: Program, last: int) -> frozenset[int]:

@@ -94,7 +94,7 @@ def _ending_on_host(
 ) -> frozenset[int]:
     """Values of results that are put together in host memory, that re-use an argument's,
     or that are asked for there by their positions."""
-    reusing = reuses(flat, arguments)
+    reusing = reuses(flat, arguments, to_host)
     ending: set[int] = set()
     for at, output in enumerate(flat.outputs):
         if isinstance(output, Parts):

@@ -14,13 +14,19 @@ from jturnip.frontend.blocks import has_loops_with_axes, large_for
 from jturnip.frontend.bodies import with_bodies_in_blocks
 from jturnip.frontend.effort import Effort
 from jturnip.frontend.inline import argument_avals
-from jturnip.frontend.loops import LOOPS_AND_BRANCHES, bytes_for_one_branch
+from jturnip.frontend.loops import (
+    LOOPS,
+    LOOPS_AND_BRANCHES,
+    bytes_for_one_branch,
+    iterations,
+    loop_counts,
+)
 from jturnip.frontend.memory_model import inner_bytes
 from jturnip.frontend.sinking import sunk
 from jturnip.frontend.streaming import Seen
 from jturnip.frontend.tables import loops_read_rows
 from jturnip.frontend.unrolling import carries_more
-from jturnip.frontend.values import Equation, FlatJaxpr
+from jturnip.frontend.values import Equation, FlatJaxpr, Type
 from jturnip.placement import Budget
 from jturnip.programs import attempts, places, planning
 from jturnip.programs.again import for_any_call
@@ -37,6 +43,7 @@ from jturnip.programs.ways import (
     or_in_tiles,
     straight,
     surely_in_tiles,
+    waits,
 )
 from jturnip.runtime.schedule import Link
 
@@ -52,6 +59,12 @@ _OF_ONE_FFT = 4
 # in later attempts than the first, into no more than so many before axes are tried.
 _MOST_EQUATIONS = 1000
 _VERY_MANY = 3000
+# Arrays in host memory are cut at rows so that so many parts are no larger than a task.
+# Where the last of these makes so many times as many equations as others, and 0, which
+# leaves them whole, those are looked at first: an iteration of a decoder over a batch of 8
+# became 1070 instead of 220 equations, and took 2.8 times as long.
+_PARTS_AT_ONCE = (0, 1, 4)
+_TIMES_FEWER = 1.5
 
 
 def make_program(
@@ -227,7 +240,8 @@ class _Try:
     """A way to make a program."""
 
     make: _Make
-    # Of one in which loops make anew what they read: bytes that they would read instead.
+    # Of one in which loops make anew what they read, or do some positions after others:
+    # bytes that they would move instead if they were driven.
     read_bytes: int | None = None
     # Whether loops are driven.
     drives: bool = False
@@ -292,11 +306,15 @@ def _tries(function: Function, setting: Setting) -> Iterator[_Try]:
             yield _Try(partial(in_fastest_way, cut, setting), read_bytes)
     avals = argument_avals(function.closed, function.condition)
 
-    def streamed(attempt: int, drive_all: bool = False) -> FlatJaxpr:
+    # What is between loops is cut along axes, which may be others than the rows.
+    *fewer, at_once = (0,) if how.axes else _PARTS_AT_ONCE
+
+    def streamed(
+        attempt: int, drive_all: bool = False, parts_at_once: int = at_once
+    ) -> FlatJaxpr:
         streaming = attempts.streaming(avals, arguments, setting.budget, attempt)
-        # What is between loops is cut along axes, which may be others than the rows.
         streaming = dataclasses.replace(
-            streaming, rates=expected, drive_all=drive_all, cut_arrays=not how.axes
+            streaming, rates=expected, drive_all=drive_all, parts_at_once=parts_at_once
         )
         return function.flat(seen, streaming)
 
@@ -314,7 +332,9 @@ def _tries(function: Function, setting: Setting) -> Iterator[_Try]:
                 yield from _with_whole_loops(flat, tried, in_one, seen, setting)
         else:  # what was cut along rows is to be cut along any axis instead
             tried, drives = flat, False
-        make = partial(_of_flat, tried, setting, attempt)
+        few = fewer if how.streams and not (attempt or how.any_plan) else ()
+        flats = (*(streamed(attempt, parts_at_once=n) for n in few), tried)
+        make = partial(_in_fewest_parts, flats, setting, attempt)
         if how.few and attempt and len(tried.equations) > _VERY_MANY:
             how.left_out.add(attempt)
             make = partial(_left_out, setting.budget)
@@ -355,14 +375,28 @@ def _with_whole_loops(
     """What is tried rather than taking loops apart; `in_one` of these each is a task."""
     arena, hosted = setting.arena, places.where(flat, setting.arguments).hosted
     # A loop is done for a part of the positions along an axis, rather than driven.
-    has_axes = has_loops_with_axes(flat, arena, "while")
+    driven = [e.origin for e in tried.equations if e.driven and e.name == "while"]
+    has_axes = has_loops_with_axes(flat, arena, LOOPS if driven else {"while"})
     if has_axes and not loops_read_rows(flat, hosted, seen.inline):
-        yield _Try(partial(in_fastest_way, flat, setting))
+        yield _Try(partial(in_fastest_way, flat, setting), _carried_bytes(driven))
     yield from in_one
     # It becomes a few tasks, rather than very many.
     many = len(tried.equations) > max(_MOST_EQUATIONS, len(flat.equations))
     if many and has_loops_with_axes(flat, arena):
         yield _Try(partial(moving_once, flat, setting))
+
+
+def _carried_bytes(loops: Sequence[Any]) -> int | None:
+    """What loops carry, each in all of its iterations; None where there are none, or nobody
+    knows how many iterations."""
+    carried = 0
+    for loop in loops:
+        times, (consts, carry, _) = iterations(loop), loop_counts(loop)
+        if times is None:
+            return None
+        types = (Type.of(v.aval) for v in loop.invars[consts : consts + carry])
+        carried += times * sum(t.nbytes for t in types)
+    return carried or None
 
 
 def _takes_loops_apart(
@@ -392,6 +426,37 @@ def _of_flat(
     if setting.how.axes:
         return in_fastest_way(flat, setting, to_host)
     return straight(flat, setting, to_host)
+
+
+def _in_fewest_parts(
+    flats: Sequence[FlatJaxpr], setting: Setting, attempt: int, to_host: frozenset[int]
+) -> "Straight | Chain":
+    """A function of which arrays in host memory are in more and more parts: the first that
+    fits and hardly waits for what moves, else the fastest, as predicted.
+
+    Args:
+      flats: the function, in so many ways. Of those before the last, only what has much
+        fewer equations, and drives as many, is looked at: how often a loop runs that is
+        driven, nobody may know.
+      setting: of the other arguments, as for `_of_flat`.
+    """
+    last, driven = flats[-1], [sum(e.driven for e in flat.equations) for flat in flats]
+    found: list[Straight | Chain] = []
+    for flat, number in zip(flats, driven, strict=True):
+        is_much_less = len(flat.equations) * _TIMES_FEWER <= len(last.equations)
+        if flat is not last and not (is_much_less and number == driven[-1]):
+            continue
+        try:
+            made = _of_flat(flat, setting, attempt, to_host)
+        except PlanningError:
+            if flat is last and not found:
+                raise
+            continue
+        found.append(made)
+        is_faster = made is min(found, key=expected_seconds)
+        if not is_faster or (isinstance(made, Straight) and not waits(made)):
+            break
+    return min(found, key=expected_seconds)
 
 
 def _piece(

@@ -38,6 +38,15 @@ def unread(flat: FlatJaxpr) -> frozenset[int]:
     return frozenset(flat.inputs) - used
 
 
+def in_order_of_reading(flat: FlatJaxpr) -> list[int]:
+    """Positions of the arguments that are read, in the order in which they first are."""
+    source = {s.value: s.source for s in flat.slices}
+    reads = (v for e in flat.equations for v in e.inputs if isinstance(v, int))
+    order = dict.fromkeys(source.get(v, v) for v in reads)
+    position = {v: at for at, v in enumerate(flat.inputs)}
+    return [position[v] for v in order if v in position]
+
+
 def where(flat: FlatJaxpr, arguments: Arguments) -> Where:
     """Where arguments and closed-over arrays are. Keys are not read in parts from there."""
     arguments, ignored = kept(arguments, flat), unread(flat)
@@ -96,20 +105,26 @@ def argument_bytes(flat: FlatJaxpr, arguments: Arguments, held: Collection[Whose
     )
 
 
-def reuses(flat: FlatJaxpr, arguments: Arguments) -> dict[int, int]:
-    """Result → the donated host argument whose place it takes, by their positions."""
+def reuses(
+    flat: FlatJaxpr, arguments: Arguments, to_host: Collection[int]
+) -> dict[int, int]:
+    """Result → the donated host argument whose place it takes, by their positions. Those
+    that must end in host memory have the first choice."""
     returned = frozenset(flat.inputs)
     types = [flat.types[v] for v in flat.inputs]
     results = [None if o in returned else flat.type_of(o) for o in flat.outputs]
     pairs = list(zip(types, arguments.whose, strict=True))
-    return placement.reused_arguments(pairs, results)
+    return placement.reused_arguments(pairs, results, to_host)
 
 
-def at_home(flat: FlatJaxpr, arguments: Arguments) -> frozenset[int]:
-    """Results in the place of an argument in host memory, which is returned or re-used."""
+def at_home(
+    flat: FlatJaxpr, arguments: Arguments, to_host: Collection[int]
+) -> frozenset[int]:
+    """Results in the place of an argument in host memory, which is returned or re-used; of
+    which some must end in host memory anyway, by their positions."""
     on_host = {v for v, w in zip(flat.inputs, arguments.whose, strict=True) if w.on_host}
     returned = {at for at, output in enumerate(flat.outputs) if output in on_host}
-    return frozenset(returned.union(reuses(flat, arguments)))
+    return frozenset(returned.union(reuses(flat, arguments, to_host)))
 
 
 def leaving(
@@ -132,7 +147,7 @@ def leaving(
       arena: bytes on the device.
       least: bytes that a call needs if some more arguments are on the device.
     """
-    away = at_home(flat, arguments).union(to_host)
+    away = at_home(flat, arguments, to_host).union(to_host)
     as_they_are = frozenset(flat.inputs)
     sizes = {
         at: padded(flat.type_of(output).nbytes)

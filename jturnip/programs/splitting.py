@@ -1,6 +1,7 @@
 """A flat function to tasks that fit in a budget, compiled."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Collection, Sequence
 
@@ -121,7 +122,8 @@ def split(
         groups = finer
     least = lambda there: _least_when_cut(flat, partitioner, arguments, graph, arena, there)
     away = leaving(flat, arguments, to_host, how.returned, arena, least)
-    to_host = frozenset(to_host).union(away, at_home(flat, arguments))
+    to_host = away.union(to_host)
+    to_host |= at_home(flat, arguments, to_host)
     if away:
         graph, buffers = build(flat, groups, arguments, compiled, to_host, how.accelerator)
     return Split(
@@ -133,7 +135,7 @@ def split(
         compile_report=compiled.report,
         arguments=arguments,
         buffers=buffers,
-        reuses=reuses(flat, arguments),
+        reuses=reuses(flat, arguments, to_host),
         to_host=to_host,
     )
 
@@ -206,17 +208,22 @@ def spread(split: Split, room: int, choice: Collection[BufferId]) -> tuple[Buffe
       room: bytes for them.
       choice: of `same_each_time`, in its order.
     """
-    sizes = [padded(b.nbytes) for b in split.graph.buffers]
-    total = sum(sizes[b] for b in choice)
+    sizes = [padded(split.graph.buffers[b].nbytes) for b in choice]
+    return tuple(itertools.compress(choice, spread_evenly(sizes, room)))
+
+
+def spread_evenly(sizes: Sequence[int], room: int) -> list[bool]:
+    """Which of some sizes there is room for, spread evenly over their order, the first
+    among them."""
+    total = sum(sizes)
     share = min(1.0, room / total) if total else 0.0
-    chosen: list[BufferId] = []
+    chosen: list[bool] = []
     due, taken = 1.0, 0
-    for b in choice:
-        due += share * sizes[b]
-        if taken + sizes[b] <= room and taken < due:
-            chosen.append(b)
-            taken += sizes[b]
-    return tuple(chosen)
+    for size in sizes:
+        due += share * size
+        chosen.append(taken + size <= room and taken < due)
+        taken += size * chosen[-1]
+    return chosen
 
 
 def same_each_time(split: Split, not_these: Collection[int]) -> list[BufferId]:

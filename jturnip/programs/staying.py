@@ -125,12 +125,7 @@ def ways(
     if isinstance(program, Straight):
         yield from _spread(readers, room, arena)
         return
-    # What there may be on the device in any order of the ops of what is left as it is.
-    most = {
-        at: figures.most_bytes(made.plan) + beside
-        for at, (made, beside, _) in pieces_of(program).items()
-        if at not in readers
-    }
+    most = _most_of_others(program, readers)
     loops = _kept_by_loops(program, not_these)
     if loops:
         way = Way(readers, _sharing(readers, loops), loops)
@@ -185,12 +180,7 @@ def _spread(readers: Mapping[At, Reader], most: int, arena: int) -> Iterator[Way
     needs = [[reader.needs() for reader in kind.values()] for kind in kinds]
     many = sum(len(r.before.split.graph.tasks) for r in readers.values()) > _SOME_TASKS
     tried: list[KeptParts] = []
-    for reserve in (
-        lambda largest: largest * 5 // 4,
-        lambda largest: largest * 2,
-        lambda largest: max(largest * 2, arena // _STREAMED),
-        lambda largest: largest,
-    ):
+    for reserve in _reserves(arena):
         rooms = [
             min(most, *(arena - taken - reserve(largest) for taken, largest in of))
             for of in needs
@@ -206,6 +196,47 @@ def _spread(readers: Mapping[At, Reader], most: int, arena: int) -> Iterator[Way
                 yield way
             if many:
                 return
+
+
+def _reserves(arena: int) -> tuple[Callable[[int], int], ...]:
+    """How much of what there is may be left for what does not stay, of what the largest
+    task needs."""
+    return (
+        lambda largest: largest * 5 // 4,
+        lambda largest: largest * 2,
+        lambda largest: max(largest * 2, arena // _STREAMED),
+        lambda largest: largest,
+    )
+
+
+def rooms_beside(program: Straight | Chain, arena: int) -> list[int]:
+    """Device bytes that may stay between runs of a program beside what it needs: for some
+    amounts of room for what does not stay, the largest first.
+
+    Args:
+      program: of one run, without what may stay.
+      arena: device bytes for all.
+    """
+    readers = readers_of(program, frozenset())
+    others = max(_most_of_others(program, readers).values(), default=0)
+    needs = [reader.needs() for reader in readers.values()]
+    rooms = {
+        min([arena - others, *(arena - taken - reserve(most) for taken, most in needs)])
+        for reserve in _reserves(arena)
+    }
+    return sorted((room for room in rooms if room > 0), reverse=True)
+
+
+def _most_of_others(chain: Straight | Chain, readers: Collection[At]) -> dict[At, int]:
+    """Of what is left as it is in a chain, what there may be on the device meanwhile,
+    whatever the order of the ops."""
+    if isinstance(chain, Straight):
+        return {}
+    return {
+        at: figures.most_bytes(made.plan) + beside
+        for at, (made, beside, _) in pieces_of(chain).items()
+        if at not in readers
+    }
 
 
 def _with_largest(readers: Mapping[At, Reader], most: int) -> Iterator[dict[At, Reader]]:

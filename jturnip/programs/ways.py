@@ -140,7 +140,7 @@ def or_in_blocks(
     how = setting.how
     if not isinstance(made, Straight) or not how.compares_ways or not how.axes:
         return made
-    may_gain = _waits(made) and not moves_little(made.plan, made.flat)
+    may_gain = waits(made) and not moves_little(made.plan, made.flat)
     may_gain |= _writes_down_much(made, setting.rates)
     if len(made.split.graph.tasks) > _SOME_TASKS:
         return made
@@ -203,7 +203,7 @@ def surely_in_tiles(
         with contextlib.suppress(PlanningError):
             made = _of_tiles(ways, setting, to_host)
             once = moves_little(made.plan, flat, _WITH_BORDERS)
-            will_do = once or setting.how.any_plan or not _waits(made, _HARDLY_WAITS)
+            will_do = once or setting.how.any_plan or not waits(made, _HARDLY_WAITS)
             return made if will_do else None
     return None
 
@@ -232,7 +232,7 @@ def moving_once(
         for cut in together.cut:
             with contextlib.suppress(DoesNotFit):
                 made = straight(cut, setting, to_host)
-                if moves_little(made.plan, flat, 1) or not _waits(made):
+                if moves_little(made.plan, flat, 1) or not waits(made):
                     return made
     return None
 
@@ -279,7 +279,7 @@ class _Compared:
             tasks = sum(len(made.split.graph.tasks) for made in new)
             enough = self.any_plan or looked >= _SOME_WAYS or tasks > _SOME_TASKS
             # What is kept is waited for, or it is best not made anew.
-            enough |= together.keeps and bool(new) and not _waits(_fastest(new))
+            enough |= together.keeps and bool(new) and not waits(_fastest(new))
             if enough or any(
                 made.plan.predicted_seconds <= most or moves_little(made.plan, self.flat)
                 for made in new
@@ -378,10 +378,10 @@ def _has_much_to_gain(made: Straight) -> bool:
     """Whether a plan waits much for what it moves, or its tasks copy a lot within."""
     graph = made.split.graph
     accessed = sum(task.bytes_accessed for task in graph.tasks)
-    return _waits(made) or accessed > _COPIES * _crossing_bytes(graph)
+    return waits(made) or accessed > _COPIES * _crossing_bytes(graph)
 
 
-def _waits(made: Straight, times: float = _WAITS) -> bool:
+def waits(made: Straight, times: float = _WAITS) -> bool:
     """Whether a plan takes more than so many times what its tasks do by themselves."""
     computing = sum(task.seconds for task in made.split.graph.tasks)
     return made.plan.predicted_seconds > times * computing

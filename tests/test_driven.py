@@ -1208,6 +1208,24 @@ def test_a_body_that_never_fits_is_not_tried_for_each_carried_value(monkeypatch)
     assert not sent
 
 
+def test_what_no_attempt_takes_further_apart_is_refused_once(monkeypatch):
+    """All its loops are driven in the first attempt along axes."""
+
+    def fn(b: Any, x: Any) -> Any:
+        goes_on = lambda x: x[0, 0] < 5
+        return lax.while_loop(goes_on, lambda x: jnp.tanh(x @ b) + 6, x)
+
+    tried: list[bool] = []
+    drive = make.driven
+    spy = lambda *args: (tried.append(args[2].how.axes), drive(*args))[1]
+    monkeypatch.setattr(make, "driven", spy)
+    with pytest.raises(jturnip.DoesNotFit, match="while"):
+        jturnip.jit(fn, X.size * 64)(
+            np.eye(256, dtype=np.float32), np.ones((256, 256), "f4")
+        )
+    assert tried.count(True) == 1
+
+
 def _solved(x: Any, w: Any) -> Any:
     """Descends for some steps, each of which reads all of `x` from both sides."""
     return lax.fori_loop(0, 6, lambda _, w: w - 1e-3 * (x.T @ jnp.tanh(x @ w)), w)

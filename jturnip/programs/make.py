@@ -4,12 +4,13 @@ import contextlib
 import dataclasses
 import itertools
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
 from jturnip.errors import DoesNotFit, HostMemoryError, PlanningError
+from jturnip.frontend import costs
 from jturnip.frontend.blocks import has_loops_with_axes, large_for
 from jturnip.frontend.bodies import with_bodies_in_blocks
 from jturnip.frontend.effort import Effort
@@ -245,6 +246,8 @@ class _Try:
     read_bytes: int | None = None
     # Whether loops are driven.
     drives: bool = False
+    # What tells it from others, where nothing else counts that another try may change.
+    key: Hashable = None
 
 
 def _first_that_fits(
@@ -257,15 +260,19 @@ def _first_that_fits(
     in which they are driven and move it, the faster. `refusals` grow."""
     how = setting.how
     first: Straight | Chain | None = None
+    refused: dict[Hashable, _Try] = {}
     for each in tries:
         if how.axes and (refusals or first) and how.effort.is_enough:
             break
         if first and not each.drives:
             continue  # loops make the same anew, or hold it
+        if each.key is not None and each.key in refused:
+            continue
         try:
             made = for_any_call(each.make, setting, to_host)
         except DoesNotFit as error:
             refusals.append(error.with_traceback(None))
+            refused[each.key] = each  # which keeps what it is told by
             continue
         except PlanningError:
             if first is None:
@@ -338,7 +345,7 @@ def _tries(function: Function, setting: Setting) -> Iterator[_Try]:
         if how.few and attempt and len(tried.equations) > _VERY_MANY:
             how.left_out.add(attempt)
             make = partial(_left_out, setting.budget)
-        yield _Try(make, drives=drives)
+        yield _Try(make, drives=drives, key=_settled(tried) if how.axes else None)
         if not has_loops or not how.streams:
             break
     if how.axes and takes_apart:
@@ -353,7 +360,20 @@ def _driving_all(
     for attempt in dict.fromkeys((attempts[0], attempts[-1])):
         tried = streamed(attempt, True)
         if _is_worth_driving(tried, setting.arena):
-            yield _Try(partial(_of_flat, tried, setting, attempt), drives=True)
+            make = partial(_of_flat, tried, setting, attempt)
+            yield _Try(make, drives=True, key=_settled(tried))
+
+
+def _settled(flat: FlatJaxpr) -> Hashable:
+    """What tells functions apart whose loops and branches are all driven and hold none: an
+    attempt that takes more apart makes the same of them. None for any other."""
+    for e in flat.equations:
+        inside = (eqn for body in costs.nested(e.origin) for eqn in body.eqns)
+        if e.name in LOOPS_AND_BRANCHES and not e.driven:
+            return None
+        if any(costs.has_one_of(LOOPS_AND_BRANCHES, eqn) for eqn in inside):
+            return None
+    return tuple((id(e.origin), e.driven) for e in flat.equations), flat.slices
 
 
 def _is_worth_driving(flat: FlatJaxpr, arena: int) -> bool:

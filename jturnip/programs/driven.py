@@ -41,6 +41,9 @@ _WORTH_SENDING = 4
 # More of what is carried stays on the device where a body takes more than so many times
 # what its tasks do by themselves.
 _HARDLY_WAITS = 1.1
+# But not where it has more than so many times its equations: to look for other ways to cut
+# twenty steps of a denoised image took 16 s, and they were six times as slow.
+_TIMES_WHOLE = 3
 
 # A loop that leaves what it carries on the device has a small body: of no more equations
 # than so many, for which so many executables are compiled to see whether it fits.
@@ -275,6 +278,9 @@ def _some_staying(
         return best
     if isinstance(body, Straight) and not waits(body, _HARDLY_WAITS):
         return best
+    whole = make.function.flat(make.setting.seen())
+    if len(body.flat.equations) > _TIMES_WHOLE * len(whole.equations):
+        return best  # in tiles or blocks, with other room for whole values
     first = len(make.constants)
     order = [at - first for at in places.in_order_of_reading(body.flat) if at >= first]
     away = [i for i in order if on_host[i]]

@@ -1016,7 +1016,9 @@ def test_blocks_are_taken_where_parts_would_be_moved_often():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", [sparse.BCOO, sparse.BCSR])
+@pytest.mark.parametrize(
+    "kind", [sparse.BCOO, pytest.param(sparse.BCSR, marks=pytest.mark.slow)]
+)
 def test_sparse_matrices_are_cut(kind):
     rng = np.random.default_rng(0)
     rows, each = 4000, 8

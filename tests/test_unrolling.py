@@ -267,7 +267,13 @@ def test_what_a_loop_carries_moves_once_for_several_iterations():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("fn", LOOPS_OF_UNKNOWN_LENGTH)
+@pytest.mark.parametrize(
+    "fn",
+    [
+        until_a_time,
+        *(pytest.param(f, marks=pytest.mark.slow) for f in (so_often, until_it_is_small)),
+    ],
+)
 def test_in_a_loop_of_unknown_length_too(fn: Callable[..., Any]):
     """Once for all that are done on trial, and once for what is left over; on trial, what
     was before is kept, too."""

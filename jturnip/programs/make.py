@@ -339,9 +339,9 @@ def _tries(function: Function, setting: Setting) -> Iterator[_Try]:
                 yield from _with_whole_loops(flat, tried, in_one, seen, setting)
         else:  # what was cut along rows is to be cut along any axis instead
             tried, drives = flat, False
-        few = fewer if how.streams and not (attempt or how.any_plan) else ()
-        flats = (*(streamed(attempt, parts_at_once=n) for n in few), tried)
-        make = partial(_in_fewest_parts, flats, setting, attempt)
+        few = fewer if tried.slices and not (attempt or how.any_plan) else ()
+        larger = [partial(streamed, attempt, parts_at_once=n) for n in few]
+        make = partial(_in_fewest_parts, tried, larger, setting, attempt)
         if how.few and attempt and len(tried.equations) > _VERY_MANY:
             how.left_out.add(attempt)
             make = partial(_left_out, setting.budget)
@@ -449,33 +449,39 @@ def _of_flat(
 
 
 def _in_fewest_parts(
-    flats: Sequence[FlatJaxpr], setting: Setting, attempt: int, to_host: frozenset[int]
+    flat: FlatJaxpr,
+    larger: Sequence[Callable[[], FlatJaxpr]],
+    setting: Setting,
+    attempt: int,
+    to_host: frozenset[int],
 ) -> "Straight | Chain":
     """A function of which arrays in host memory are in more and more parts: the first that
     fits and hardly waits for what moves, else the fastest, as predicted.
 
     Args:
-      flats: the function, in so many ways. Of those before the last, only what has much
-        fewer equations, and drives as many, is looked at: how often a loop runs that is
-        driven, nobody may know.
+      flat: the function in the smallest parts.
+      larger: give it in larger ones. Only what has much fewer equations, and drives as
+        many, is looked at: how often a loop runs that is driven, nobody may know.
       setting: of the other arguments, as for `_of_flat`.
     """
-    last, driven = flats[-1], [sum(e.driven for e in flat.equations) for flat in flats]
+    equations = len(flat.equations)
+    others = [make() for make in larger] if equations <= _VERY_MANY else []
+    drives = lambda each: sum(e.driven for e in each.equations)
     found: list[Straight | Chain] = []
-    for flat, number in zip(flats, driven, strict=True):
-        is_much_less = len(flat.equations) * _TIMES_FEWER <= len(last.equations)
-        if flat is not last and not (is_much_less and number == driven[-1]):
+    for other in others:
+        if len(other.equations) * _TIMES_FEWER > equations or drives(other) != drives(flat):
             continue
-        try:
-            made = _of_flat(flat, setting, attempt, to_host)
-        except PlanningError:
-            if flat is last and not found:
-                raise
-            continue
-        found.append(made)
-        is_faster = made is min(found, key=expected_seconds)
-        if not is_faster or (isinstance(made, Straight) and not waits(made)):
-            break
+        with contextlib.suppress(PlanningError):
+            found.append(_of_flat(other, setting, attempt, to_host))
+            if isinstance(found[-1], Straight) and not waits(found[-1]):
+                return found[-1]
+    if len(found) > 1 and expected_seconds(found[-1]) > expected_seconds(found[0]):
+        return found[0]  # and smaller parts would take longer still
+    try:
+        found.append(_of_flat(flat, setting, attempt, to_host))
+    except PlanningError:
+        if not found:
+            raise
     return min(found, key=expected_seconds)
 
 

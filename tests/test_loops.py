@@ -655,15 +655,17 @@ def resident_bytes() -> int:
 def test_a_stack_is_not_copied_whatever_its_rows_and_however_it_is_cut():
     """Rows of no whole cache lines cannot be arrays that share the stack's memory."""
     shape = 64, 129, 513  # 16 MiB
-    stack = jturnip.host(np.full(shape, 0.01, np.float32))
+    stacks = [jturnip.host(np.full(shape, 0.01, np.float32)) for _ in range(2)]
     x = np.ones((shape[1], shape[2]), np.float32)
     total = lambda stack, x: jax.lax.scan(lambda x, w: (x + w, None), x, stack)[0]
-    expected = jax.jit(total)(np.asarray(stack), x)
-    before = resident_bytes()
-    for budget in ("2MiB", "3MiB", "4MiB", "6MiB"):
-        f = jturnip.jit(total, budget, strategy="turnip")
-        assert_same(f(stack, x), expected)
-    assert resident_bytes() - before < stack.nbytes
+    expected = jax.jit(total)(np.asarray(stacks[0]), x)
+    functions, resident = list[Any](), list[int]()
+    for stack in stacks:  # with the first one, XLA and all else get what they keep for good
+        for budget in ("2MiB", "3MiB", "4MiB", "6MiB"):
+            functions.append(jturnip.jit(total, budget, strategy="turnip"))
+            assert_same(functions[-1](stack, x), expected)
+        resident.append(resident_bytes())
+    assert resident[1] - resident[0] < stacks[1].nbytes
 
 
 def test_a_large_argument_that_is_returned_is_copied():

@@ -725,6 +725,7 @@ _WHY = {
     "a gaussian process": "a Cholesky factor needs its matrix whole",
     "a lattice of spins": "spins before and after a step, and their field, are more than"
     " that",
+    "outer products": "an eighth is 8 KiB, of which half is jturnip's own",
     "a jacobian of a network": "the weights leave no room for a row; cut along more axes"
     " there are too many tasks",
 }

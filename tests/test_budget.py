@@ -30,7 +30,7 @@ from jturnip.compiler import executables
 from jturnip.models import llama
 from jturnip.placement import Returned
 from jturnip.planner.strategies import STRATEGIES
-from jturnip.programs import attempts, bounds, make, planning
+from jturnip.programs import attempts, bounds, planning, tries
 from jturnip.stages import budgeted
 
 
@@ -419,17 +419,17 @@ def test_nothing_is_cut_for_a_hopeless_budget(monkeypatch: pytest.MonkeyPatch):
 def test_very_many_equations_are_the_last_that_is_tried(monkeypatch: pytest.MonkeyPatch):
     """Loops taken apart into twelve thousand took four times as long as cut along axes, to
     plan and to run; where nothing else fits they are planned all the same."""
-    monkeypatch.setattr(make, "_VERY_MANY", 0)
+    monkeypatch.setattr(tries, "_VERY_MANY", 0)
     shares = attempts._SHARES_OF_LOOPS  # pyright: ignore[reportPrivateUsage]
     monkeypatch.setattr(attempts, "_SHARES_OF_LOOPS", ((4.0, 4.0), *shares[1:]))
     tried = []
-    real = make._of_flat  # pyright: ignore[reportPrivateUsage]
+    real = tries._of_flat  # pyright: ignore[reportPrivateUsage]
 
-    def of_flat(flat: Any, setting: Any, attempt: int, to_host: Any) -> Any:
+    def of_flat(make: Any, flat: Any, setting: Any, attempt: int, to_host: Any) -> Any:
         tried.append((setting.how.axes, setting.how.few, attempt))
-        return real(flat, setting, attempt, to_host)
+        return real(make, flat, setting, attempt, to_host)
 
-    monkeypatch.setattr(make, "_of_flat", of_flat)
+    monkeypatch.setattr(tries, "_of_flat", of_flat)
 
     def repeated(n: Any, x: Any, *weights: Any) -> Any:
         layers = lambda _, x: functools.reduce(lambda x, w: jnp.tanh(x @ w), weights, x)

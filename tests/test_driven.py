@@ -29,7 +29,7 @@ from jturnip.frontend.inline import Condition
 from jturnip.frontend.loops import iterations
 from jturnip.models import llama
 from jturnip.planner import figures
-from jturnip.programs import driven as driven_programs, make
+from jturnip.programs import driven as driven_programs, tries
 from jturnip.programs.records import Chain, Loop, Straight, expected_seconds, straight_parts
 from jturnip.programs.setting import Function
 from jturnip.runtime import hoststacks
@@ -987,7 +987,7 @@ def test_a_kernel_is_moved_where_that_is_faster_than_to_make_it(
         return kernel @ lax.fori_loop(0, 400, apply, x)
 
     predicted = lambda program: 1.0 if isinstance(program, faster) else 2.0
-    monkeypatch.setattr(make, "expected_seconds", predicted)
+    monkeypatch.setattr(tries, "expected_seconds", predicted)
     x = np.random.default_rng(0).normal(size=(700, 3)).astype(np.float32)
     gpu_bytes = int(0.4 * jturnip.peak_bytes(fn, x))
     f = jturnip.jit(fn, gpu_bytes)
@@ -1216,9 +1216,9 @@ def test_what_no_attempt_takes_further_apart_is_refused_once(monkeypatch):
         return lax.while_loop(goes_on, lambda x: jnp.tanh(x @ b) + 6, x)
 
     tried: list[bool] = []
-    drive = make.driven
+    drive = tries.driven
     spy = lambda *args: (tried.append(args[2].how.axes), drive(*args))[1]
-    monkeypatch.setattr(make, "driven", spy)
+    monkeypatch.setattr(tries, "driven", spy)
     with pytest.raises(jturnip.DoesNotFit, match="while"):
         jturnip.jit(fn, X.size * 64)(
             np.eye(256, dtype=np.float32), np.ones((256, 256), "f4")

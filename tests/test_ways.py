@@ -26,7 +26,7 @@ from jturnip.frontend.materializing import Again
 from jturnip.frontend.partition import Group, Partitioner
 from jturnip.frontend.values import FlatJaxpr
 from jturnip.placement import Budget
-from jturnip.programs import make, splitting, ways
+from jturnip.programs import make, splitting, tries, ways
 from jturnip.programs.devices import rates
 from jturnip.programs.needs import Needs
 from jturnip.programs.setting import Function, How, Setting
@@ -684,7 +684,7 @@ def test_what_was_found_is_the_first_that_is_tried_with_other_results_on_the_hos
         return cut(flat, setting, to_host)
 
     monkeypatch.setattr(ways, "cut_along_axes", searched)
-    monkeypatch.setattr(make, "in_fastest_way", cut_so)
+    monkeypatch.setattr(tries, "in_fastest_way", cut_so)
     peak = jturnip.peak_bytes(smoothed, states, likelihood)
     expected = jax.jit(smoothed)(states, likelihood)
     for share in (3, 4, 5):

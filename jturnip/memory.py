@@ -318,16 +318,16 @@ def zeros(
       where: the device and its memory.
       given_up: whether an executable is to write over them.
     """
+    if given_up and is_on_cpu(where):  # a copy, as a reload gives
+        on_host = zeros(struct, where.with_memory_kind("pinned_host"))
+        return moved(on_host, on_host=False)
     is_large = struct.size >= _MANY and not _is_key(struct.dtype)
     if is_large and where.memory_kind == "device" and not is_on_cpu(where):
         with jax.transfer_guard("allow"):
             return jnp.zeros(struct.shape, struct.dtype, device=where)
     contents = room_for(struct)
     contents.fill(0)
-    if not (given_up and is_on_cpu(where)):
-        return with_contents(contents, struct.dtype, where)
-    on_host = with_contents(contents, struct.dtype, where.with_memory_kind("pinned_host"))
-    return compat.put(on_host, where)  # which copies, as a reload does
+    return with_contents(contents, struct.dtype, where)
 
 
 def in_their_places(

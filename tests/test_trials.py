@@ -17,6 +17,7 @@ from jturnip.units import GRANULE
 
 
 MIB = 1 << 20
+KEYS = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), (3, 2)))
 
 
 class Recorded:
@@ -184,6 +185,15 @@ def test_what_a_task_writes_over_is_not_copied_first():
     assert len(before) > 1
 
 
+@pytest.mark.parametrize("dtype", ["keys", "float32", "int4"])
+def test_no_guard_of_the_users_sees_what_a_task_writes_over(dtype: str):
+    struct = jax.ShapeDtypeStruct((3, 2), dtype) if dtype != "keys" else KEYS
+    where = placement.sharding(jax.devices()[0], on_host=False)
+    with jax.transfer_guard("disallow_explicit"):
+        zeros = memory.zeros(struct, where, given_up=True)
+    assert (zeros.shape, zeros.dtype, zeros.sharding) == (struct.shape, struct.dtype, where)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "int8", "int4"])
 def test_a_device_makes_large_zeros_itself(dtype: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(memory, "is_on_cpu", lambda where: False)
@@ -223,10 +233,7 @@ def test_large_zeros_in_host_memory_are_numpys(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("dtype", ["keys", "int4", "float8_e4m3fn"])
 def test_what_numpy_does_not_have_is_made_up_too(dtype: str):
-    if dtype == "keys":
-        struct = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), (3, 2)))
-    else:
-        struct = jax.ShapeDtypeStruct((3, 2), dtype)
+    struct = jax.ShapeDtypeStruct((3, 2), dtype) if dtype != "keys" else KEYS
     zeros = memory.zeros(struct, placement.sharding(jax.devices()[0], on_host=False))
     assert (zeros.shape, zeros.dtype) == (struct.shape, struct.dtype)
     data = jax.random.key_data(zeros) if dtype == "keys" else zeros

@@ -134,7 +134,6 @@ def _chain_beside(
     read_over = _read_by_driven(flat, pieces)
     always = places.constants_on_device(flat)
     held = _held_at_start(flat, arguments, read_over)
-    made_before: set[int] = set()
     stages: list[Stage] = []
     for k, piece in enumerate(pieces):
         there = {v: held[v] for v in piece.reads}
@@ -160,11 +159,11 @@ def _chain_beside(
         try:
             made = make_piece(piece.work, read, left, away)
         except DoesNotFit:
+            made_before = (v for before in pieces[:k] for v in before.writes)
             there = {v for v in made_before if last_use[v] >= k and not held[v].on_host}
             if there <= sent:
                 raise
             return _chain_beside(flat, setting, to_host, make_piece, reserve, sent | there)
-        made_before.update(piece.writes)
         for v, on_host in zip(piece.writes, made.ends_on_host, strict=True):
             nbytes = flat.types[v].nbytes
             held[v] = Held(on_host, True, nbytes, f"a result of {_name(piece)}")

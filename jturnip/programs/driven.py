@@ -182,9 +182,7 @@ class _BodyMaker:
 
 # A body, and bytes of the carried values that it does not know.
 _Made: TypeAlias = tuple[Program, int]
-
-
-# Which carried values are in host memory, and a body that is made so.
+# Which carried values are in host memory, and what is `_Made` so.
 _Placed: TypeAlias = tuple[list[bool], Program, int]
 
 

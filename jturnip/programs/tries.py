@@ -325,10 +325,10 @@ def _in_fewest_parts(
       setting: of the other arguments, as for `_of_flat`.
     """
     equations = len(flat.equations)
-    others = [make() for make in larger] if equations <= _VERY_MANY else []
     drives = lambda each: sum(e.driven for e in each.equations)
     found: list[Straight | Chain] = []
-    for other in others:
+    for make in larger if equations <= _VERY_MANY else ():
+        other = make()
         if len(other.equations) * _TIMES_FEWER > equations or drives(other) != drives(flat):
             continue
         with contextlib.suppress(PlanningError):

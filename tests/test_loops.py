@@ -319,6 +319,28 @@ def test_a_loop_that_becomes_more_than_was_expected_is_driven(monkeypatch):
     assert 200 < len(flat.equations) < 2000
 
 
+def test_a_while_in_a_scan_of_one_iteration_is_driven():
+    """`odeint` has such a scan where it is asked for one time."""
+
+    def fn(xs: Any) -> Any:
+        def until_large(state: Any) -> Any:
+            a, b, c = state
+            return a + 1 + jnp.roll(b, 1), jnp.sin(c @ c.T) * b, jnp.cos(jnp.cumsum(a, 0))
+
+        def step(number: Any, x: Any) -> Any:
+            large = lambda state: jnp.max(state[0]) < 9.0
+            found = lax.while_loop(large, until_large, (x, x + 1, x - 1))
+            return number + 1, found[0]
+
+        return lax.scan(step, 0, xs)
+
+    xs = np.random.default_rng(0).random((1, 128, 128), np.float32)
+    gpu_bytes = unconstrained_peak(fn, xs) // 2
+    f = jturnip.jit(fn, gpu_bytes)
+    assert_same(f(jturnip.host(xs)), jax.jit(fn)(xs))
+    assert f.last_run.peak_bytes <= gpu_bytes
+
+
 def test_a_token_in_a_loop_is_refused_by_its_name():
     def fn(stack: Any, x: Any) -> Any:
         def step(x: Any, weight: Any) -> Any:

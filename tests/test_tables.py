@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import assert_same, memory_kinds
+from checks import assert_same, memory_kinds, unconstrained_peak
 from flat import flat_of
 from hypothesis import given, settings, strategies as st
+from jax.scipy.ndimage import map_coordinates
 
 import jturnip
 from jturnip.frontend import tables
@@ -84,6 +85,27 @@ def test_only_the_rows_that_are_used_travel(fn):
     moved = f.last_run.h2d_bytes + f.last_run.d2h_bytes
     assert moved <= 4 * used + 6 * head().nbytes
     assert moved < NBYTES // 2
+
+
+def test_an_image_between_whose_pixels_values_are_read():
+    """Gathers are fused: nothing is written down between the four of a part of the result,
+    and only the image is there for all parts."""
+
+    def fn(image: Any, at: Any) -> Any:
+        down, across = jnp.meshgrid(*map(jnp.arange, image.shape), indexing="ij")
+        places = [down + at[0], across + at[1]]
+        return map_coordinates(image, places, order=1, mode="nearest")
+
+    random = np.random.default_rng(0)
+    image = random.random((1024, 1024), np.float32)
+    at = 3 * random.random((2, *image.shape), np.float32)
+    f = jturnip.jit(fn, unconstrained_peak(fn, image, at) // 2)
+    hosted = jturnip.host((image, at))
+    for _ in range(2):
+        assert_same(f(*hosted), jax.jit(fn)(image, at))
+    run = f.last_run
+    assert run.h2d_bytes + run.d2h_bytes <= 1.05 * (2 * image.nbytes + at.nbytes)
+    assert len(run.plan.taskgraph.tasks) <= 16
 
 
 def test_lookups_of_several_batches_cut_nothing():

@@ -47,6 +47,9 @@ HEAVY = LINEAR_ALGEBRA | frozenset(
     " cummin cumlogsumexp pallas_call ffi_call shard_map pure_callback random_bits"
     " threefry2x32 custom_call jit pjit".split()
 )
+# Of these XLA writes down what they read and write. A gather it makes where each element is
+# read: only the array that is taken from must be there.
+WRITTEN = HEAVY - {"gather"}
 
 # Fewer elements are written than read.
 REDUCTIONS = frozenset(

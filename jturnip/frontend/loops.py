@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 import numpy as np
 from jax import lax
 from jax.extend.core import Var, jaxpr_as_fun
@@ -112,6 +113,24 @@ def loop_counts(eqn: Any) -> tuple[int, int, int]:
         return scan_counts(eqn)
     consts = eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
     return consts, len(eqn.invars) - consts, 0
+
+
+def done_once(eqn: Any) -> Any:
+    """A scan of one iteration as a jaxpr of its operands without one; None for any other
+    equation. What its body holds can be taken apart then."""
+    if eqn.primitive.name != "scan" or eqn.params["length"] != 1:
+        return None
+    body = jaxpr_as_fun(eqn.params["jaxpr"])
+    consts, carry, _ = scan_counts(eqn)
+    before = consts + carry
+
+    def function(*operands: Any) -> Sequence[Any]:
+        rows = (lax.squeeze(x, (0,)) for x in operands[before:])
+        results = body(*operands[:before], *rows)
+        return *results[:carry], *(lax.expand_dims(y, (0,)) for y in results[carry:])
+
+    with eqn.ctx.manager:
+        return jax.make_jaxpr(function)(*(Type.of(v.aval).struct() for v in eqn.invars))
 
 
 def iterations(eqn: Any) -> int | None:

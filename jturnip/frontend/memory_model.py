@@ -1,20 +1,20 @@
 """What equations hold at once when they are one executable: the bytes XLA writes down.
 
-What enters and leaves is written down, and so is what a heavy equation (`costs.HEAVY`)
-reads or writes. The rest is fused: it is never in memory. A loop or a branch holds what its
-largest body does. How near this is to XLA's own analysis is in docs/memory-model.md; it
-orders the work, and refuses nothing.
+What enters and leaves is written down, and so is what a heavy equation (`costs.WRITTEN`)
+reads or writes, and what a gather takes from. The rest is fused: it is never in memory. A
+loop or a branch holds what its largest body does. How near this is to XLA's own analysis is
+in docs/memory-model.md; it orders the work, and refuses nothing.
 """
 
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from jturnip.frontend import costs
-from jturnip.frontend.costs import HEAVY, nested
-from jturnip.frontend.values import FlatJaxpr, Type
+from jturnip.frontend.costs import WRITTEN, nested
+from jturnip.frontend.values import Equation, FlatJaxpr, Type
 
 
 # What is held to make a result, over what it takes: the halves of a counter, and the state
@@ -47,8 +47,10 @@ def _temporary_bytes(jaxpr: Any) -> int:
     for at, eqn in enumerate(jaxpr.eqns):
         variables = [v for v in eqn.invars if not hasattr(v, "val")]
         last.update((id(v), at) for v in variables)
-        if eqn.primitive.name in HEAVY or any(True for _ in nested(eqn)):
+        if eqn.primitive.name in WRITTEN or any(True for _ in nested(eqn)):
             heavy.update(map(id, (*variables, *eqn.outvars)))
+        elif eqn.primitive.name == "gather":
+            heavy.add(id(eqn.invars[0]))
     alive = most = 0
     ending: dict[int, int] = {}
     for at, eqn in enumerate(jaxpr.eqns):
@@ -133,8 +135,7 @@ class Model:
         self.written_down = frozenset(
             v
             for e, equation in enumerate(flat.equations)
-            if equation.name in HEAVY
-            for v in (*equation.outputs, *reads[e])
+            for v in _written_down(equation, reads[e])
         )
         # The last position in the order that reads each value; results are read at the end.
         self.last_use = {v: at for at, e in enumerate(order) for v in reads[e]}
@@ -145,11 +146,19 @@ class Model:
         device anyway: no cut needs less."""
         most = 0
         for e, equation in enumerate(self.flat.equations):
-            if equation.name in HEAVY:
+            if equation.name in WRITTEN:
                 written = (v for v in equation.outputs if v in self.last_use)
                 values = {*self.reads[e], *written}.difference(self.staying)
                 most = max(most, sum(self.nbytes[v] for v in values))
         return most
+
+
+def _written_down(e: Equation, reads: Sequence[int]) -> Iterator[int]:
+    """Values that XLA must keep in memory since an equation reads or writes them."""
+    if e.name in WRITTEN:
+        yield from (*e.outputs, *reads)
+    elif e.name == "gather":
+        yield from (v for v in e.inputs[:1] if isinstance(v, int))
 
 
 class Segment:

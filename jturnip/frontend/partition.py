@@ -23,9 +23,9 @@ from dataclasses import dataclass
 
 from jturnip.frontend.costs import (
     ELEMENTWISE,
-    HEAVY,
     REDUCTIONS,
     RENAMING,
+    WRITTEN,
     DeviceRates,
     has_one_of,
 )
@@ -96,7 +96,7 @@ class Partitioner:
             () if e in self._repeated else self._operands(e)
             for e in range(len(flat.equations))
         ]
-        heavy = [e.name in HEAVY for e in flat.equations]
+        heavy = [e.name in WRITTEN for e in flat.equations]
         ordered = order_equations(
             heavy,
             self._glued(heavy, operands),
@@ -324,7 +324,9 @@ class Partitioner:
     def _natural_segments(self) -> list[tuple[int, int]]:
         """Positions [begin, end) with one heavy equation each, where there is one."""
         heavy = [
-            at for at, e in enumerate(self._order) if self._flat.equations[e].name in HEAVY
+            at
+            for at, e in enumerate(self._order)
+            if self._flat.equations[e].name in WRITTEN
         ]
         cuts = self._cuts | {0, len(self._order)}
         fixed = sorted(self._cuts)

@@ -108,8 +108,8 @@ def test_what_is_short_or_large_stays():
     scan = scan_of(lambda u, v: waves(u, v, 5), field(9, 7), field(9, 7))
     assert several_at_once(scan, 400, ROOM) is None
     assert several_at_once(scan, 100, ROOM) is not None
-    one = scan_of(lambda u, v: waves(u, v, 1), field(9, 7), field(9, 7))
-    assert several_at_once(one, 20, ROOM) is None
+    two = scan_of(lambda u, v: waves(u, v, 2), field(9, 7), field(9, 7))
+    assert several_at_once(two, 400, ROOM) is None
 
 
 @pytest.mark.parametrize(

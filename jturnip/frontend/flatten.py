@@ -6,6 +6,7 @@
 | `unrolling`, `whiles` | (within that) several iterations of a stencil's loop in one |
 | `merging.merged` | (within that) what is computed twice, once |
 | `streaming.streamed` | what does not fit in parts along its rows: scans, host arrays |
+| `hoisting` | (within that) what a driven loop makes in each iteration, once before it |
 | `tables.rows_by_host` | (within that) rows of tables in host memory, read by the host |
 | `hints.still` | moves between memories taken out of what is left of loops |
 | `results.written_once` | each result a value of its own |

@@ -16,7 +16,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jturnip.frontend import parts, stacks
+from jturnip.frontend import hoisting, parts, stacks
 from jturnip.frontend.axes import Known, rules
 from jturnip.frontend.builder import Builder
 from jturnip.frontend.foreign import Foreign
@@ -386,6 +386,7 @@ class _Streamer:
         if id(origin) in self._cuts.long:
             made = stacks.as_while(origin, *scan_counts(origin)[:2])
             whole = [self._computed(self._whole(v, calls), calls) for v in operands]
+            made = self._seen.once(origin, "while", lambda: hoisting.before_loops(made))
             return self._builder.ours(made, whole, e.within, driven="while")
         taken = None
         if e.name == "slice":
@@ -405,8 +406,8 @@ class _Streamer:
         driven = driven or chosen > self._streaming.largest
         if driven:
             whole = [self._computed(v, calls) for v in whole]
-            if stacks.asks_for_each(origin):
-                made = stacks.as_one(origin)
+            made = self._seen.once(origin, "while", lambda: _driven_loop(origin))
+            if made is not None:
                 return self._builder.ours(made, whole, e.within, driven="while")
         return self._builder.emit(origin, whole, calls, e.ours, driven, types)
 
@@ -620,6 +621,13 @@ class _Streamer:
             stacking = stacks.stacking(builder.type_of(piece))
             ys += builder.ours(stacking, (piece,), within)
         return results[: len(carry)], ys
+
+
+def _driven_loop(eqn: Any) -> Any:
+    """What is driven instead of an equation, as a jaxpr; None where it is as it is."""
+    if stacks.asks_for_each(eqn):
+        return hoisting.before_loops(stacks.as_one(eqn))
+    return hoisting.hoisted(eqn)
 
 
 def _first_in_parts(e: Equation, operands: Sequence[Value]) -> int | None:

@@ -31,6 +31,7 @@ from jturnip.programs import attempts, places
 from jturnip.programs.again import for_any_call
 from jturnip.programs.chains import Held, arguments_of, chain
 from jturnip.programs.driven import Make, driven
+from jturnip.programs.keeping import keeping
 from jturnip.programs.records import Chain, Program, Straight, expected_seconds
 from jturnip.programs.setting import Function, Setting
 from jturnip.programs.ways import (
@@ -335,14 +336,24 @@ def _in_fewest_parts(
             found.append(_of_flat(make_program, other, setting, attempt, to_host))
             if isinstance(found[-1], Straight) and not waits(found[-1]):
                 return found[-1]
-    if len(found) > 1 and expected_seconds(found[-1]) > expected_seconds(found[0]):
+    seconds = partial(_expected_seconds, setting=setting)
+    if len(found) > 1 and seconds(found[-1]) > seconds(found[0]):
         return found[0]  # and smaller parts would take longer still
     try:
         found.append(_of_flat(make_program, flat, setting, attempt, to_host))
     except PlanningError:
         if not found:
             raise
-    return min(found, key=expected_seconds)
+    return min(found, key=seconds)
+
+
+def _expected_seconds(made: Straight | Chain, setting: Setting) -> float:
+    """Seconds that a program is expected to take; of the body of a loop with some of what
+    it reads in each iteration on the device, of which there is more where tasks are small.
+    """
+    if not setting.how.repeated:
+        return expected_seconds(made)
+    return expected_seconds(keeping(made, setting.budget, setting.how))
 
 
 def _piece(

@@ -13,7 +13,7 @@ from jturnip.compiler.report import Spent
 from jturnip.errors import DoesNotFit
 from jturnip.frontend.overwriting import with_overwriting
 from jturnip.frontend.partition import Group, Partitioner
-from jturnip.frontend.values import FlatJaxpr
+from jturnip.frontend.values import FlatJaxpr, Parts
 from jturnip.graph.taskgraph import BufferId, Place, Task, TaskGraph
 from jturnip.placement import Arguments, Budget, Whose
 from jturnip.planner.planner import (
@@ -356,13 +356,15 @@ def _refuse_early(
     are left beside what is on the device all the time. `needs` grows by the largest of all:
     they are not compiled again where it is in the way in another form of the function."""
     arena, at_start = budget.arena(arguments.device), bytes_at_start(flat, arguments)
-    if partitioner.least_bytes() <= left and at_start <= arena:
+    # Whatever its tasks need, or what XLA holds meanwhile of one that writes a result.
+    surely = at_start > arena or (needs is not None and _largest_result(flat) > left)
+    if partitioner.least_bytes() <= left and not surely:
         return
     finest = _finest(flat, partitioner, arguments)
     bare, _ = build(flat, finest, arguments)
     if smallest_budget(bare) <= arena:
         return
-    if at_start > arena:  # whatever its tasks need
+    if surely:
         raise _refusal(bare, budget, arguments.device)
     sizes = [task_bytes(bare, t) for t in bare.tasks]
     # Workspace adds to what a task needs: the hungriest with it is likely among these.
@@ -377,6 +379,13 @@ def _refuse_early(
         group, nbytes = max(zip(hungry, sizes, strict=True), key=lambda each: each[1])
         needs.know_alone(flat, partitioner, group, nbytes, refusal, budget)
     raise refusal
+
+
+def _largest_result(flat: FlatJaxpr) -> int:
+    """Bytes of the largest result that a task writes, and is not put together of parts."""
+    parts = {v for o in flat.outputs if isinstance(o, Parts) for v in o.values}
+    whole = (v for v in flat.written_outputs if v not in parts)
+    return max((padded(flat.types[v].nbytes) for v in whole), default=0)
 
 
 def _refusal(graph: TaskGraph, budget: Budget, device: Device) -> DoesNotFit:

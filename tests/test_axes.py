@@ -1,6 +1,8 @@
 """Axes of equations, and functions cut along them, against the functions themselves."""
 
+import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +16,7 @@ from jax import lax
 from jax.experimental import sparse
 
 import jturnip
-from jturnip.frontend import blocks, shifting
+from jturnip.frontend import blocks, costs, shifting
 from jturnip.frontend.axes import Known, rules
 from jturnip.frontend.costs import DeviceRates
 from jturnip.frontend.cutting import Blocks, one_after_the_other, with_cuttings
@@ -968,6 +970,54 @@ def test_random_bits_take_more_than_they_are():
         e.name == "random_bits" and way.types[e.outputs[0]].nbytes > nbytes // 4
         for e in way.equations
     )
+
+
+def loops_in(flat: Any) -> list[int]:
+    """How many iterations the loops over blocks of a function have."""
+    bodies = [b for e in flat.equations for b in costs.nested(e.origin)]
+    loops = [eqn for body in bodies for eqn in body.eqns if eqn.primitive.name == "scan"]
+    return [loop.params["length"] for loop in loops]
+
+
+def test_blocks_fit_in_the_caches_as_well():
+    """Fewer would do; but what one operation writes is at hand for the next then. Where
+    each block reads much as a whole, that is read no more often than is worth it."""
+    fn = lambda x, y: jnp.tanh(x @ y).sum(1)
+    args = numbers(512, 256), numbers(256, 512)
+    flat, nbytes = flat_of(fn, *args), 4 * 512 * 512
+    where = blocks.Where(frozenset())
+
+    def blocks_with(cache_bytes: float) -> int:
+        rates = dataclasses.replace(RATES, cache_bytes=cache_bytes)
+        way = next(blocks.cut_along_axes(flat, where, 9 * nbytes // 4, rates, COPY)).cut[0]
+        assert_same(evaluated(way, *args), [jax.jit(fn)(*args)], ulps=64)
+        (count,) = loops_in(way)
+        return count
+
+    assert blocks_with(math.inf) == 2
+    few = [blocks_with(nbytes), blocks_with(1)]
+    assert few == [2, 4]
+
+
+def test_pieces_that_are_large_together_are_made_in_blocks():
+    """A window around each pixel, put together of as many images as it has places: each is
+    small, but all of them are more than there is."""
+
+    def fn(image: Any) -> Any:
+        wide = jnp.pad(image, 4, mode="edge")
+        n = image.shape[0]
+        around = [wide[i : i + n, j : j + n] for i in range(9) for j in range(9)]
+        windows = jnp.stack(around)
+        weights = jnp.exp(-((windows - image) ** 2))
+        return (weights * windows).sum(0) / weights.sum(0)
+
+    image = numbers(64, 64)
+    flat, arena = flat_of(fn, image), 81 * image.nbytes
+    ways = blocks.cut_along_axes(flat, blocks.Where(frozenset()), arena, RATES, COPY)
+    way = next(ways).cut[0]
+    assert_same(evaluated(way, image), [jax.jit(fn)(image)], ulps=64)
+    assert len(way.equations) < len(flat.equations)
+    assert max(way.types[v].nbytes for e in way.equations for v in e.outputs) < arena / 8
 
 
 @pytest.mark.long

@@ -629,15 +629,20 @@ def _whole_bytes(stretches: Stretches, room: Room, stretch: Stretch) -> int:
 
 
 def _into_blocks(stretches: Stretches, room: Room, stretch: Stretch) -> Blocks | None:
-    """The fewest blocks that are expected to fit in one task, or as many as there may be:
-    XLA may need less than is expected. None where the whole is expected to fit."""
+    """The fewest blocks that are expected to fit in one task and in the caches, or as many
+    as there may be: XLA may need less than is expected. None where the whole is expected to
+    fit."""
     flat = stretches.flat
     whole = _whole_bytes(stretches, room, stretch)
-    block = int(room.at_once * stretches.widest_bytes(stretch, room.fused))
+    widest = stretches.widest_bytes(stretch, room.fused)
+    block = int(room.at_once * widest)
     free = room.arena - whole
     if free <= 0 or block <= free or not room.may_be_in_blocks(flat, stretch):
         return None
-    blocks = min(_MOST_BLOCKS, stretch.length, max(2, -(-block // free)))
+    # What each block reads as a whole is in the caches no longer when the next one does.
+    in_caches = max(room.rates.cache_bytes, _read_as_a_whole(stretches, stretch))
+    blocks = max(2, -(-block // free), int(widest // in_caches))
+    blocks = min(_MOST_BLOCKS, stretch.length, blocks)
     return Blocks(
         stretch, _size(stretch.length, blocks, _MORE_BLOCKS), whole + block // blocks
     )
@@ -809,6 +814,13 @@ def _is_read_in_parts(
         for position, read in enumerate(equations[i].inputs)
         if not isinstance(read, Constant) and read == v
     )
+
+
+def _read_as_a_whole(stretches: Stretches, stretch: Stretch) -> int:
+    """Bytes of what enters and is read as a whole for each part."""
+    inside = frozenset(stretch.equations)
+    in_parts = lambda v: _is_read_in_parts(stretches, stretch, inside, v)
+    return nbytes_of(stretches.flat, {v for v in stretch.entering if not in_parts(v)})
 
 
 def _may_be_left(

@@ -22,6 +22,9 @@ class DeviceRates:
     # Of what a task may hold, what those may hold that are joined to save launches: on an
     # accelerator all must be there before they begin, and a link takes longer for it.
     joined_share: float = 1.0
+    # What one of several blocks may hold so that one operation finds in the caches what the
+    # last one wrote there.
+    cache_bytes: float = math.inf
 
     def computing(self, eqn: Any) -> float:
         """Time of what a jaxpr equation computes, whatever it reads and writes."""

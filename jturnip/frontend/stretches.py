@@ -33,6 +33,9 @@ _MOST_ENDS = 8
 # stretch, what is a larger share of its largest value.
 _MOST_SEEDS = 64
 _SMALL_BESIDE = 16
+# What is put together of more pieces than so many is large although none of them is.
+_JOINS = frozenset(["concatenate", "stack"])
+_FEW_PIECES = 4
 
 Some = TypeVar("Some")
 
@@ -320,7 +323,8 @@ class Stretches:
 
     def together(self, among: Sequence[int], least: int) -> list[list[int]]:
         """Equations that read, write or hold more than `least`, in sets: those that pass
-        such values to one another are in one, with all that is on the way between them."""
+        such values to one another are in one, with all that is on the way between them. So
+        are those that pass the many pieces of which such a value is put together."""
         key = tuple(among), least
         if key not in self._sets:
             self._sets[key] = self._together(among, least)
@@ -329,13 +333,20 @@ class Stretches:
     def _together(self, among: Sequence[int], least: int) -> list[list[int]]:
         types, inside = self.flat.types, set(among)
         joined = Joined[int]()
+        large = {v for v, t in enumerate(types) if t.nbytes > least}
+        for e in self.flat.equations:  # small ones that are large together
+            if (
+                e.name in _JOINS
+                and len(e.inputs) > _FEW_PIECES
+                and not large.isdisjoint(e.outputs)
+            ):
+                large.update(e.reads)
         for i in sorted(among):
             e = self.flat.equations[i]
-            values = *e.reads, *e.outputs
-            if self.inner[i] > least or any(types[v].nbytes > least for v in values):
+            if self.inner[i] > least or not large.isdisjoint((*e.reads, *e.outputs)):
                 joined.find(i)
             for v in e.outputs:
-                if types[v].nbytes > least:
+                if v in large:
                     for reader in self.readers.get(v, ()):
                         if reader in inside:
                             joined.join(i, reader)

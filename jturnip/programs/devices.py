@@ -12,7 +12,8 @@ from jturnip.runtime.schedule import Link
 
 
 # Guesses about a device, until its tasks are measured: a CPU, and an accelerator of which
-# nothing is known.
+# nothing is known. With blocks of 8 MiB sums of products took a fifth longer than with 16,
+# with 32 and more what is elementwise up to three times as long.
 _CPU = DeviceRates(
     5e10,
     1e10,
@@ -20,6 +21,7 @@ _CPU = DeviceRates(
     (LINEAR_ALGEBRA if compat.LAPACK_MAY_HANG else frozenset())
     | frozenset(["fft"] if compat.FFT_MAY_HANG else []),
     row_seconds=1.5e-9,
+    cache_bytes=16 * 2**20,
 )
 # A task takes the loop's thread a tenth of a millisecond on an H100.
 _UNKNOWN = DeviceRates(5e13, 1e12, 1e-4, joined_share=0.125)

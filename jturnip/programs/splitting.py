@@ -13,7 +13,7 @@ from jturnip.compiler.report import Spent
 from jturnip.errors import DoesNotFit
 from jturnip.frontend.overwriting import with_overwriting
 from jturnip.frontend.partition import Group, Partitioner
-from jturnip.frontend.values import FlatJaxpr, Parts
+from jturnip.frontend.values import FlatJaxpr
 from jturnip.graph.taskgraph import BufferId, Place, Task, TaskGraph
 from jturnip.placement import Arguments, Budget, Whose
 from jturnip.planner.planner import (
@@ -356,8 +356,8 @@ def _refuse_early(
     are left beside what is on the device all the time. `needs` grows by the largest of all:
     they are not compiled again where it is in the way in another form of the function."""
     arena, at_start = budget.arena(arguments.device), bytes_at_start(flat, arguments)
-    # Whatever its tasks need, or what XLA holds meanwhile of one that writes a result.
-    surely = at_start > arena or (needs is not None and _largest_result(flat) > left)
+    # Whatever its tasks need.
+    surely = at_start > arena or (needs is not None and _joins_too_much(flat, left))
     if partitioner.least_bytes() <= left and not surely:
         return
     finest = _finest(flat, partitioner, arguments)
@@ -381,11 +381,14 @@ def _refuse_early(
     raise refusal
 
 
-def _largest_result(flat: FlatJaxpr) -> int:
-    """Bytes of the largest result that a task writes, and is not put together of parts."""
-    parts = {v for o in flat.outputs if isinstance(o, Parts) for v in o.values}
-    whole = (v for v in flat.written_outputs if v not in parts)
-    return max((padded(flat.types[v].nbytes) for v in whole), default=0)
+def _joins_too_much(flat: FlatJaxpr, left: int) -> bool:
+    """Whether a result takes more than is left, and parts are put together on the device to
+    more than that as well. It takes XLA seconds to compile that, and shows nothing else."""
+    nbytes = lambda values: max((padded(flat.types[v].nbytes) for v in values), default=0)
+    results = {o for o in flat.outputs if isinstance(o, int)}.difference(flat.inputs)
+    joins = (e for e in flat.equations if e.name == "concatenate" and e.ours)
+    joined = (e.outputs[0] for e in joins)
+    return nbytes(results) > left and nbytes(joined) > left
 
 
 def _refusal(graph: TaskGraph, budget: Budget, device: Device) -> DoesNotFit:

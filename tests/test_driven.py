@@ -29,7 +29,7 @@ from jturnip.frontend.inline import Condition
 from jturnip.frontend.loops import iterations
 from jturnip.models import llama
 from jturnip.planner import figures
-from jturnip.programs import driven as driven_programs, tries
+from jturnip.programs import driven as driven_programs, splitting, tries
 from jturnip.programs.records import Chain, Loop, Straight, expected_seconds, straight_parts
 from jturnip.programs.setting import Function
 from jturnip.runtime import hoststacks
@@ -1262,3 +1262,28 @@ def test_a_loop_looks_once_at_the_parts_of_what_it_reads_each_time(
     assert_same(split(*arguments), jax.jit(fn)(x, w))
     assert split.last_run.h2d_bytes > 3 * loops * x.nbytes
     assert 0 < looked.count(x.nbytes) <= 3 * loops
+
+
+def test_what_is_surely_too_large_is_not_put_together_to_see_that(monkeypatch):
+    """A matrix that is made in parts, and read as a whole by a loop, does not fit."""
+    a = np.random.default_rng(0).random((512, 512), np.float32) + 0.01
+    gpu_bytes, joined = a.nbytes // 2, list[int]()
+    compile_groups = splitting._compile
+
+    def watched(flat: Any, groups: Any, *rest: Any, **keywords: Any) -> Any:
+        equations = [flat.equations[i] for group in groups for i in group.equations]
+        joins = [e for e in equations if e.name == "concatenate" and e.ours]
+        joined.extend(flat.types[e.outputs[0]].nbytes for e in joins)
+        return compile_groups(flat, groups, *rest, **keywords)
+
+    def fn(a: Any) -> Any:
+        links = a / a.sum(0)
+        going_on = lambda state: (state[0] < 9) & (state[1].max() > 0)
+        spread = lambda state: (state[0] + 1, links @ state[1])
+        return jax.lax.while_loop(going_on, spread, (0, jnp.ones(512) / 512))[1]
+
+    monkeypatch.setattr(splitting, "_compile", watched)
+    f = jturnip.jit(fn, gpu_bytes)
+    assert_same(f(jturnip.host(a)), jax.jit(fn)(a))
+    assert f.last_run.peak_bytes <= gpu_bytes
+    assert max(joined, default=0) <= gpu_bytes

@@ -259,7 +259,8 @@ def test_what_a_loop_carries_stays_as_far_as_there_is_room(copies: int):
     weight = np.random.default_rng(0).normal(size=(256, 256)).astype(np.float32) / 16
     x = np.ones((64, 256), np.float32)
     gpu_bytes = 8 * weight.nbytes
-    f = jturnip.jit(fn, gpu_bytes, link=jturnip.SimulatedLink(1e8, 1e8))
+    # So slow that what moves is what counts, also where others use the cores.
+    f = jturnip.jit(fn, gpu_bytes, link=jturnip.SimulatedLink(2e7, 2e7))
     moved: list[tuple[int, int]] = []
     for turns in (2, 6):
         result = f(jturnip.host(weight), x, turns)

@@ -73,13 +73,19 @@ def with_a_barrier(a: Any, x: Any) -> Any:
     return until_settled(step, x)
 
 
+def with_a_loop_inside(a: Any, x: Any) -> Any:
+    """That would be a loop of its own, and driven."""
+    halved = jax.jit(lambda a: lax.while_loop(lambda a: a.max() > 0.1, lambda a: a / 2, a))
+    return until_settled(lambda x: halved(a) @ x / N, x)
+
+
 def twice(a: Any, x: Any) -> Any:
     again = lambda state: (state[0] + 1, (0.9 / N * a) @ state[1])
     return lax.while_loop(lambda state: state[0] < 2, again, (0, x))[1]
 
 
 MADE_BEFORE = [scaled, with_a_diagonal, with_norms, in_half_as_many_bytes]
-LEFT = [read_otherwise, turned, of_little, with_a_barrier, twice]
+LEFT = [read_otherwise, turned, of_little, with_a_barrier, with_a_loop_inside, twice]
 
 
 def loop_of(fn: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.extend.core import Var, jaxpr_as_fun
 
-from jturnip.frontend.costs import RENAMING
+from jturnip.frontend.costs import RENAMING, has_one_of
 from jturnip.frontend.loops import SMALL, iterations
 from jturnip.frontend.values import Type, bind
 
@@ -104,7 +104,7 @@ class _Body:
         worked, outside = set[Any](), set[Any]()
         for eqn in jaxpr.eqns:
             read = [v for v in eqn.invars if isinstance(v, Var)]
-            stays = eqn.effects or eqn.primitive.name in _STAYS
+            stays = eqn.effects or has_one_of(_STAYS, eqn)
             if stays or not all(v in sources for v in read):
                 outside.update(read)
                 continue

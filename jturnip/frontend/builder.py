@@ -1,7 +1,7 @@
 """A flat program while a pass makes it: values are numbered as they come."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -118,9 +118,18 @@ class Builder:
         operands: Sequence[Atom],
         calls: tuple[Any, ...],
         driven: str = "",
+        instead: Callable[[Any], Any] = called,
     ) -> list[int]:
         """Adds the equations of a jaxpr of our own making, none of which returns what it
-        is given; returns its results. Those of the primitive named `driven` are driven."""
+        is given; returns its results.
+
+        Args:
+          closed: the jaxpr.
+          operands: what it reads.
+          calls: those it was inlined from, outermost first.
+          driven: the name of the primitive whose equations are driven.
+          instead: gives the jaxpr that is added instead of an equation, or None.
+        """
         jaxpr, consts = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
         scope: dict[Any, Any] = {}
         for var, const in zip(jaxpr.constvars, consts, strict=True):
@@ -134,9 +143,9 @@ class Builder:
 
         for eqn in jaxpr.eqns:
             given = list(map(read, eqn.invars))
-            inner = called(eqn)
+            inner = instead(eqn)
             if inner is not None:
-                results = self.ours(inner, given, calls, driven)
+                results = self.ours(inner, given, calls, driven, instead)
             else:
                 is_driven = eqn.primitive.name == driven
                 results = self.emit(eqn, given, calls, ours=True, driven=is_driven)

@@ -64,27 +64,6 @@ def hoisted(loop: Any) -> Any:
     return jax.make_jaxpr(function)(*(Type.of(v.aval).struct() for v in loop.invars))
 
 
-def before_loops(closed: Any) -> Any:
-    """A jaxpr of our own making, with what each `while` makes in all of its iterations made
-    before it."""
-    jaxpr = closed.jaxpr
-    found = {id(e): made for e in jaxpr.eqns if (made := hoisted(e)) is not None}
-    if not found:
-        return closed
-
-    def function(*operands: Any) -> list[Any]:
-        scope = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-        scope.update(zip(jaxpr.invars, operands, strict=True))
-        read = lambda atom: scope[atom] if isinstance(atom, Var) else atom.val
-        for eqn in jaxpr.eqns:
-            given, made = list(map(read, eqn.invars)), found.get(id(eqn))
-            results = bind(eqn, given) if made is None else jaxpr_as_fun(made)(*given)
-            scope.update(zip(eqn.outvars, results, strict=True))
-        return list(map(read, jaxpr.outvars))
-
-    return jax.make_jaxpr(function)(*(Type.of(v.aval).struct() for v in jaxpr.invars))
-
-
 @dataclass(frozen=True, slots=True)
 class _Body:
     """What a loop does in each iteration, and what of it is the same in each."""

@@ -7,14 +7,14 @@ in docs/memory-model.md; it orders the work, and refuses nothing.
 """
 
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
 
 from jturnip.frontend import costs
 from jturnip.frontend.costs import WRITTEN, nested
-from jturnip.frontend.values import Equation, FlatJaxpr, Type
+from jturnip.frontend.values import FlatJaxpr, Type
 
 
 # What is held to make a result, over what it takes: the halves of a counter, and the state
@@ -47,10 +47,11 @@ def _temporary_bytes(jaxpr: Any) -> int:
     for at, eqn in enumerate(jaxpr.eqns):
         variables = [v for v in eqn.invars if not hasattr(v, "val")]
         last.update((id(v), at) for v in variables)
-        if eqn.primitive.name in WRITTEN or any(True for _ in nested(eqn)):
+        if any(True for _ in nested(eqn)):
             heavy.update(map(id, (*variables, *eqn.outvars)))
-        elif eqn.primitive.name == "gather":
-            heavy.add(id(eqn.invars[0]))
+        else:
+            of = eqn.primitive.name, eqn.invars[:1], variables, eqn.outvars
+            heavy.update(map(id, _written_down(*of)))
     alive = most = 0
     ending: dict[int, int] = {}
     for at, eqn in enumerate(jaxpr.eqns):
@@ -135,7 +136,9 @@ class Model:
         self.written_down = frozenset(
             v
             for e, equation in enumerate(flat.equations)
-            for v in _written_down(equation, reads[e])
+            for v in _written_down(
+                equation.name, equation.inputs[:1], reads[e], equation.outputs
+            )
         )
         # The last position in the order that reads each value; results are read at the end.
         self.last_use = {v: at for at, e in enumerate(order) for v in reads[e]}
@@ -153,12 +156,19 @@ class Model:
         return most
 
 
-def _written_down(e: Equation, reads: Sequence[int]) -> Iterator[int]:
-    """Values that XLA must keep in memory since an equation reads or writes them."""
-    if e.name in WRITTEN:
-        yield from (*e.outputs, *reads)
-    elif e.name == "gather":
-        yield from (v for v in e.inputs[:1] if isinstance(v, int))
+def _written_down(
+    name: str, first: Sequence[Any], read: Sequence[Any], written: Sequence[Any]
+) -> Sequence[Any]:
+    """What XLA must keep in memory since an equation reads or writes it.
+
+    Args:
+      name: its primitive.
+      first: its first operand, which a gather takes from.
+      read, written: all that it reads and writes.
+    """
+    if name in WRITTEN:
+        return *read, *written
+    return first if name == "gather" else ()
 
 
 class Segment:

@@ -16,10 +16,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jturnip.frontend import hoisting, parts, stacks
+from jturnip.frontend import parts, stacks
 from jturnip.frontend.axes import Known, rules
 from jturnip.frontend.builder import Builder
 from jturnip.frontend.foreign import Foreign
+from jturnip.frontend.hoisting import hoisted
 from jturnip.frontend.inline import Condition, inline
 from jturnip.frontend.loops import (
     LOOPS,
@@ -47,6 +48,7 @@ from jturnip.frontend.values import (
     Slice,
     Type,
     Window,
+    called,
     is_key,
     is_packed,
     values_of,
@@ -384,10 +386,9 @@ class _Streamer:
         if id(origin) in self._cuts.scans:
             return self._scan(e, operands)
         if id(origin) in self._cuts.long:
-            made = stacks.as_while(origin, *scan_counts(origin)[:2])
+            make = lambda: stacks.as_while(origin, *scan_counts(origin)[:2])
             whole = [self._computed(self._whole(v, calls), calls) for v in operands]
-            made = self._seen.once(origin, "while", lambda: hoisting.before_loops(made))
-            return self._builder.ours(made, whole, e.within, driven="while")
+            return self._driven(self._seen.once(origin, "while", make), whole, e)
         taken = None
         if e.name == "slice":
             taken = self._rows(e, operands[0])
@@ -406,10 +407,23 @@ class _Streamer:
         driven = driven or chosen > self._streaming.largest
         if driven:
             whole = [self._computed(v, calls) for v in whole]
-            made = self._seen.once(origin, "while", lambda: _driven_loop(origin))
+            if stacks.asks_for_each(origin):
+                made = self._seen.once(origin, "while", lambda: stacks.as_one(origin))
+            else:
+                made = self._hoisted(origin)
             if made is not None:
-                return self._builder.ours(made, whole, e.within, driven="while")
+                return self._driven(made, whole, e)
         return self._builder.emit(origin, whole, calls, e.ours, driven, types)
+
+    def _driven(
+        self, closed: Any, operands: Sequence[Atom], e: Equation
+    ) -> Sequence[Value]:
+        """A loop that is driven instead of an equation, as a jaxpr of our own making."""
+        instead = lambda eqn: called(eqn) or self._hoisted(eqn)
+        return self._builder.ours(closed, operands, e.within, "while", instead)
+
+    def _hoisted(self, eqn: Any) -> Any:
+        return self._seen.once(eqn, "hoisted", lambda: hoisted(eqn))
 
     def _is_spread(self, e: Equation) -> bool:
         if e.name != "broadcast_in_dim" or len(e.inputs) != 1:
@@ -621,13 +635,6 @@ class _Streamer:
             stacking = stacks.stacking(builder.type_of(piece))
             ys += builder.ours(stacking, (piece,), within)
         return results[: len(carry)], ys
-
-
-def _driven_loop(eqn: Any) -> Any:
-    """What is driven instead of an equation, as a jaxpr; None where it is as it is."""
-    if stacks.asks_for_each(eqn):
-        return hoisting.before_loops(stacks.as_one(eqn))
-    return hoisting.hoisted(eqn)
 
 
 def _first_in_parts(e: Equation, operands: Sequence[Value]) -> int | None:

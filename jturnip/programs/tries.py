@@ -336,15 +336,15 @@ def _in_fewest_parts(
             found.append(_of_flat(make_program, other, setting, attempt, to_host))
             if isinstance(found[-1], Straight) and not waits(found[-1]):
                 return found[-1]
-    seconds = partial(_expected_seconds, setting=setting)
-    if len(found) > 1 and seconds(found[-1]) > seconds(found[0]):
+    if not found:
+        return _of_flat(make_program, flat, setting, attempt, to_host)
+    times = [_expected_seconds(made, setting) for made in found]
+    if times[-1] > times[0]:
         return found[0]  # and smaller parts would take longer still
-    try:
+    with contextlib.suppress(PlanningError):
         found.append(_of_flat(make_program, flat, setting, attempt, to_host))
-    except PlanningError:
-        if not found:
-            raise
-    return min(found, key=seconds)
+        times.append(_expected_seconds(found[-1], setting))
+    return found[times.index(min(times))]
 
 
 def _expected_seconds(made: Straight | Chain, setting: Setting) -> float:

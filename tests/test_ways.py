@@ -340,6 +340,38 @@ def test_blocks_are_compared_where_much_is_written_down(share: float, much: bool
     assert ways._writes_down_much(made, expected) == much
 
 
+@pytest.mark.parametrize(
+    ("seconds", "looked"),
+    [
+        ([5, 4, 3, 2], 3),  # enough are known
+        ([5, 6, 7, 2], 3),  # two were no better than the first
+        ([5, 0, 6, 2], 3),  # or did not fit
+        ([0, 0, 0, 5, 6, 2, 1], 6),  # but the first often do not fit
+        ([12, 13, 2], 2),  # or than what there is
+        ([9, 11, 9] * 20, 3),
+        ([0] * 20, 12),
+    ],
+)
+def test_no_more_ways_are_compared_after_some_that_were_no_better(
+    seconds: list[int], looked: int
+):
+    """Each takes seconds to compile. Those that do not fit take none here."""
+
+    def made(seconds: float) -> Any:
+        return Made(cut, Plan(MUCH, predicted_seconds=seconds), None)
+
+    (cut,) = ways_of(1)[0].cut
+    asked: list[float] = []
+
+    def make(_: FlatJaxpr) -> Any:
+        asked.append(seconds[len(asked)])
+        return made(asked[-1]) if asked[-1] else None
+
+    best = ways._or_faster(made(10), iter([[cut]] * len(seconds)), make)
+    assert len(asked) == looked
+    assert best.plan.predicted_seconds == min([10, *filter(None, asked)])
+
+
 def test_what_differs_in_the_number_of_blocks_only_is_not_made():
     task = types.SimpleNamespace(seconds=1.0, bytes_accessed=200, inputs=(0,), outputs=(0,))
     some = compared(MUCH, tasks=[task])

@@ -14,9 +14,10 @@ from typing import Any, TypeAlias
 import jax
 
 from jturnip.errors import UnsupportedError
+from jturnip.frontend.anew import Large
 from jturnip.frontend.choosing import Room, Search, Where, cut_once
-from jturnip.frontend.costs import DeviceRates
 from jturnip.frontend.loops import INSIDE, LOOPS, loop_counts
+from jturnip.frontend.rowwise import made_by_rows
 from jturnip.frontend.shifting import shifted
 from jturnip.frontend.streaming import Seen
 from jturnip.frontend.values import (
@@ -42,7 +43,7 @@ _TRIES = (
 
 
 def with_bodies_in_blocks(
-    flat: FlatJaxpr, arena: int, rates: DeviceRates, seen: Seen
+    flat: FlatJaxpr, arena: int, large: Large, seen: Seen
 ) -> Iterator[FlatJaxpr]:
     """The function with the bodies of its loops and branches in blocks, in some ways that
     are worth trying: those with the fewest blocks first.
@@ -50,12 +51,12 @@ def with_bodies_in_blocks(
     Args:
       flat: a function of which something does not fit.
       arena: bytes on the device.
-      rates: what the device is expected to do.
+      large: what is large, and what the device is expected to do.
       seen: what is known of the function; grows.
     """
     search, found = Search(seen.rules), set[Any]()
     for tighter, at_once, fused, share in _TRIES:
-        bodies = _Bodies(tighter, at_once, fused, share, rates, seen, search)
+        bodies = _Bodies(tighter, at_once, fused, share, large, seen, search)
         cut, how = bodies.in_blocks(flat, arena)
         if how and how not in found:
             found.add(how)
@@ -74,7 +75,7 @@ class _Bodies:
     at_once: float
     fused: bool
     share: float
-    rates: DeviceRates
+    large: Large
     seen: Seen
     search: Search
 
@@ -116,7 +117,8 @@ class _Bodies:
         except UnsupportedError:
             return closed, ()
         there = frozenset((*flat.inputs, *(v for v, _ in flat.constants)))
-        made, deeper = self.in_blocks(flat, free + nbytes_of(flat, there))
+        by_rows = made_by_rows(flat, free, self.large, there, self.seen.rules)
+        made, deeper = self.in_blocks(by_rows, free + nbytes_of(flat, there))
         made = shifted(made, free)
         least = max(1, int(free * self.share))
         room = Room(
@@ -129,15 +131,16 @@ class _Bodies:
             apart=False,
             keep=False,
             side_by_side=False,
-            rates=self.rates,
+            rates=self.large.rates,
             where=Where(frozenset(), there),
         )
         found = cut_once(made, room, False, self.search)
         made, how = found.cut, found.how
-        if not how and not deeper:
+        if not how and not deeper and by_rows is flat:
             return closed, ()
         structs = [flat.types[v].struct() for v in flat.inputs]
-        return jax.make_jaxpr(functools.partial(_evaluated, made))(*structs), (deeper, how)
+        how = deeper, how, by_rows is not flat
+        return jax.make_jaxpr(functools.partial(_evaluated, made))(*structs), how
 
 
 def _bytes_outside(e: Equation, flat: FlatJaxpr) -> int:

@@ -72,6 +72,11 @@ ELEMENTWISE = frozenset(
 
 # The same bytes in the same order under another shape.
 RENAMING = frozenset("reshape squeeze expand_dims".split())
+# What only takes from an array or gives it another shape is no work: what reads that does
+# it on the way.
+VIEWS = RENAMING | frozenset(
+    "broadcast_in_dim transpose slice dynamic_slice copy device_put rev".split()
+)
 
 
 def flops(eqn: Any) -> float:

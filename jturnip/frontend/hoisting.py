@@ -12,16 +12,12 @@ from typing import Any
 import jax
 from jax.extend.core import Var, jaxpr_as_fun
 
-from jturnip.frontend.costs import RENAMING, has_one_of
+from jturnip.frontend.costs import VIEWS, has_one_of
 from jturnip.frontend.loops import SMALL, iterations
 from jturnip.frontend.values import Type, bind
 
 
-# What only takes from an array or gives it another shape is no work: what reads that does
-# it on the way. A barrier is where the user wants it, and a loop is large.
-_VIEWS = RENAMING | frozenset(
-    "broadcast_in_dim transpose slice dynamic_slice copy device_put rev".split()
-)
+# A barrier is where the user wants it, and a loop is large.
 _STAYS = frozenset(["optimization_barrier", "while", "scan"])
 # It must be worth it: in so many iterations at least. And what is made takes no more room
 # than what need not be read any more, and one over so many of what it is made of.
@@ -89,7 +85,7 @@ class _Body:
                 continue
             arrays = frozenset[Any]().union(*(sources[v] for v in read))
             sources.update((v, arrays) for v in eqn.outvars)
-            if eqn.primitive.name not in _VIEWS or not worked.isdisjoint(read):
+            if eqn.primitive.name not in VIEWS or not worked.isdisjoint(read):
                 worked.update(eqn.outvars)
         outside.update(v for v in jaxpr.outvars if isinstance(v, Var))
         made = tuple(v for v in sources if sources[v] and v in worked and v in outside)

@@ -13,6 +13,7 @@ which nothing could put in another order, and between the rows of two iterations
 stays.
 """
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ from jax.extend.core import Var, jaxpr_as_fun
 from jturnip.frontend import costs
 from jturnip.frontend.costs import DeviceRates
 from jturnip.frontend.memory_model import inner_bytes, temporary_bytes
-from jturnip.frontend.values import Atom, Equation, FlatJaxpr, Type
+from jturnip.frontend.values import Atom, Constant, Equation, FlatJaxpr, Type
 
 
 # An array smaller than this is not worth cutting.
@@ -179,6 +180,35 @@ def with_body(eqn: Any, body: Any, consts: int) -> Callable[..., Sequence[Any]]:
         return scanned(eqn, step, carried, operands[consts + carry :])
 
     return function
+
+
+def other_loop(
+    e: Equation,
+    flat: FlatJaxpr,
+    given: Sequence[Atom],
+    function: Callable[..., Sequence[Any]],
+) -> Equation | None:
+    """An equation that gives what a loop gives, of other operands; None where JAX has
+    another form for it.
+
+    Args:
+      e: the loop.
+      flat: the function that it is in.
+      given: the operands.
+      function: binds a loop, and nothing else, to these.
+    """
+    types = (v.type if isinstance(v, Constant) else flat.types[v] for v in given)
+    closed = jax.make_jaxpr(function)(*(t.struct() for t in types))
+    jaxpr = closed.jaxpr
+    if len(jaxpr.eqns) != 1 or closed.consts or jaxpr.outvars != jaxpr.eqns[0].outvars:
+        return None
+    (origin,) = jaxpr.eqns
+    of: dict[Any, Atom] = dict(zip(jaxpr.invars, given, strict=True))
+    operands: list[Any] = origin.invars
+    inputs = tuple(
+        Constant(v.val, Type.of(v.aval)) if hasattr(v, "val") else of[v] for v in operands
+    )
+    return dataclasses.replace(e, origin=origin, inputs=inputs, calls=e.within, ours=True)
 
 
 def find_cuts(

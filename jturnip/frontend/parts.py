@@ -13,7 +13,7 @@ from jax.extend.random import threefry2x32_p
 
 from jturnip.frontend import axes, costs, iterations
 from jturnip.frontend.loops import LOOPS
-from jturnip.frontend.materializing import Materialized
+from jturnip.frontend.materializing import NOTHING, Materialized
 from jturnip.frontend.rules import COMBINED, SAME, SCATTERS, Along, Rule
 from jturnip.frontend.stretches import Pass, Stretch
 from jturnip.frontend.values import Constant, Equation, FlatJaxpr, Type, bind, carry_out
@@ -507,6 +507,19 @@ def in_blocks(
     return eqn
 
 
+def at_position(
+    flat: FlatJaxpr,
+    stretch: Stretch,
+    steps: Sequence[int],
+    values: Mapping[int, Any],
+    position: Any,
+) -> dict[int, Any]:
+    """What some equations of a stretch make at one position of its axis, of what they read
+    of others, which is whole."""
+    blocks = _Blockwise(flat, stretch, 1, NOTHING)
+    return blocks.block(steps, values, {}, position, 1)
+
+
 def lead_equation(flat: FlatJaxpr, stretch: Stretch) -> Equation:
     """The equation of a stretch that does most of the work."""
     equations = (flat.equations[i] for i in sorted(stretch.working))
@@ -546,7 +559,7 @@ class _Blockwise:
         count, rest = divmod(self._stretch.length, size)
 
         def add(each: Pass, sofar: Mapping[int, Any], start: Any, size: int) -> Any:
-            block = self._block(each.steps, values, sofar, start, size)
+            block = self.block(each.steps, values, sofar, start, size)
             return {v: self._with_block(v, x, block[v], start) for v, x in sofar.items()}
 
         made = {v: self._begin(v, values) for v in first.wanted}
@@ -581,7 +594,7 @@ class _Blockwise:
         at = start * self._stretch.scale(self._flat, v, dim)
         return lax.dynamic_update_slice_in_dim(before, block, at, dim)
 
-    def _block(
+    def block(
         self,
         steps: Sequence[int],
         values: Mapping[int, Any],

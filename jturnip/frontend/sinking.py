@@ -18,6 +18,7 @@ from jturnip.frontend.loops import (
     LOOPS,
     iterations,
     loop_counts,
+    other_loop,
     scan_counts,
     with_body,
 )
@@ -120,18 +121,7 @@ def _made_inside(
             "body_nconsts": len(of_body),
         }
         function = lambda *operands: bind(e.origin, operands, **changed)
-    types = [v.type if isinstance(v, Constant) else flat.types[v] for v in given]
-    closed = jax.make_jaxpr(function)(*(t.struct() for t in types))
-    jaxpr = closed.jaxpr
-    if len(jaxpr.eqns) != 1 or closed.consts or jaxpr.outvars != jaxpr.eqns[0].outvars:
-        return None
-    (origin,) = jaxpr.eqns
-    of: dict[Any, Atom] = dict(zip(jaxpr.invars, given, strict=True))
-    operands: list[Any] = origin.invars
-    inputs = tuple(
-        Constant(v.val, Type.of(v.aval)) if hasattr(v, "val") else of[v] for v in operands
-    )
-    return dataclasses.replace(e, origin=origin, inputs=inputs, calls=e.within, ours=True)
+    return other_loop(e, flat, given, function)
 
 
 def _with_made(

@@ -3,6 +3,7 @@ more and more of it taken apart, with its loops in blocks or driven, and cut alo
 
 import contextlib
 import dataclasses
+import itertools
 import sys
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from jturnip.frontend.loops import (
     loop_counts,
 )
 from jturnip.frontend.memory_model import inner_bytes
+from jturnip.frontend.rowwise import made_by_rows
 from jturnip.frontend.sinking import sunk
 from jturnip.frontend.streaming import Seen
 from jturnip.frontend.tables import loops_read_rows
@@ -278,8 +280,12 @@ def bodies_in_blocks(
     """A function with the bodies of its loops in blocks, in some ways; and how many bytes
     they read where what is sunk into them is not made anew."""
     large = large_for(setting.arena, setting.rates, setting.seconds_per_byte)
-    inside = sunk(flat, large)
-    in_blocks = with_bodies_in_blocks(inside.flat, setting.arena, setting.rates, seen)
+    staying = places.where(flat, setting.arguments).staying
+    by_rows = made_by_rows(flat, setting.arena, large, staying, seen.rules)
+    inside = sunk(by_rows, large)
+    in_blocks = with_bodies_in_blocks(inside.flat, setting.arena, large, seen)
+    if by_rows is not flat:
+        in_blocks = itertools.chain((inside.flat,), in_blocks)
     return in_blocks, inside.read_bytes
 
 

@@ -64,6 +64,8 @@ _COPIES = 1.6
 _WAITS = 1.5
 _WAYS_BESIDE = 3
 _LOOKED_BESIDE = 12
+# And no more after so many that were no faster than the best, or did not fit.
+_NO_BETTER = 2
 # The same where no more tasks than so many read and write much for one another: attention
 # with a bias took twice as long over 39 tasks as in blocks.
 _FEW_TASKS = 100
@@ -153,19 +155,55 @@ def or_in_blocks(
     scans = apart and has_loops_with_axes(flat, setting.arena)
     if not (scans or (may_gain and not loops)):
         return made
-    found = [made]
-    ways_beside = _ways(flat, setting, Sofar(fits=True))
-    others = (ways for ways in ways_beside if not ways.in_tiles)
-    for ways in itertools.islice(others, _LOOKED_BESIDE):
-        for cut in () if ways.doubtful else ways.cut:
-            if len(cut.equations) > len(flat.equations) and not scans:
-                continue  # over more tasks: it would be moved as well
-            make = functools.partial(straight, cut, setting)
-            with contextlib.suppress(PlanningError):
-                found.append(for_any_call(make, setting, to_host))
-        if len(found) > _WAYS_BESIDE:
+    sofar = Sofar(fits=True)
+    make = functools.partial(_or_none, setting, to_host, sofar)
+    # Over more tasks it would be moved as well.
+    most = math.inf if scans else len(flat.equations)
+    others = (
+        [cut for cut in ways.cut if len(cut.equations) <= most and not ways.doubtful]
+        for ways in _ways(flat, setting, sofar)
+        if not ways.in_tiles
+    )
+    return _or_faster(made, others, make)
+
+
+def _or_faster(
+    made: Straight,
+    others: Iterator[Sequence[FlatJaxpr]],
+    make: Callable[[FlatJaxpr], Straight | None],
+) -> Straight:
+    """What is made, or the fastest of some of its function in other ways.
+
+    Args:
+      others: the function in these ways, some of which come together.
+      make: makes one, or gives None where it does not fit.
+    """
+    found, no_better = [made], 0
+    for together in itertools.islice(others, _LOOKED_BESIDE):
+        for cut in together:
+            other = make(cut)
+            found += [] if other is None else [other]
+            no_better = 0 if _fastest(found) is other else no_better + 1
+        beside = len(found) - 1
+        if beside >= _WAYS_BESIDE or (beside and no_better >= _NO_BETTER):
             break
     return _fastest(found)
+
+
+def _or_none(
+    setting: Setting, to_host: frozenset[int], sofar: Sofar, cut: FlatJaxpr
+) -> Straight | None:
+    """One plan for all tasks; None where it does not fit, of which who looks for other ways
+    is told."""
+    make = functools.partial(straight, cut, setting)
+    try:
+        return for_any_call(make, setting, to_host)
+    except DoesNotFit as error:
+        if are_blocks(error.task):
+            sofar.times = error.needed_bytes / error.gpu_bytes
+    except PlanningError:
+        pass
+    return None
 
 
 def or_in_tiles(

@@ -1,0 +1,209 @@
+"""A pass: what a scan reads row by row, and is large, is made row by row inside it.
+
+Examples are shuffled and a scan goes over batches of them, tokens become vectors and a scan
+goes over those, noise is drawn for all steps of a walk: made before the loop, all rows are
+there at once. An iteration reads one of them, and can make it itself. So each is made once,
+as before, and only what they are made of must be there.
+"""
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.extend.core import jaxpr_as_fun
+
+from jturnip.frontend import parts
+from jturnip.frontend.anew import Large
+from jturnip.frontend.axes import Known, rules
+from jturnip.frontend.builder import Builder
+from jturnip.frontend.costs import HEAVY, VIEWS
+from jturnip.frontend.hints import gives_the_same_bits_again
+from jturnip.frontend.loops import other_loop, scan_counts, with_body
+from jturnip.frontend.results import live
+from jturnip.frontend.stretches import Stretch, Stretches
+from jturnip.frontend.values import Atom, Constant, Equation, FlatJaxpr, Type, nbytes_of
+
+
+# A row of these takes no longer than its share of what all rows take.
+_BY_ROWS = frozenset(["gather", "random_bits", "threefry2x32"])
+_NEVER = HEAVY - _BY_ROWS
+# What takes more than one over so many of what there is.
+_WORTH_IT = 16
+_HARDLY_MORE = 1.1
+
+
+def made_by_rows(
+    flat: FlatJaxpr, arena: int, large: Large, staying: Collection[int], known: Known
+) -> FlatJaxpr:
+    """The function with what its scans read row by row made inside them, where what it is
+    made of is not more than it is, or hardly.
+
+    Args:
+      flat: the function.
+      arena: bytes on the device.
+      large: what it costs to keep what others read too.
+      staying: values that are there all the time.
+      known: rules of equations; grows.
+    """
+    large = dataclasses.replace(large, nbytes=arena // _WORTH_IT)
+    scans = {i: _rows_read(e, flat, large.nbytes) for i, e in enumerate(flat.equations)}
+    scans = {i: rows for i, rows in scans.items() if rows}
+    if not scans:
+        return flat
+    search = _Search(Stretches(flat, rules(flat, parts.works, known)), large)
+    builder = Builder.of(flat)
+    builder.equations.clear()
+    for i, e in enumerate(flat.equations):
+        rows = {v: search.rows_of(v) for v in scans.get(i, ())}
+        made = {v: each for v, each in rows.items() if each is not None}
+        reads = {x for each in made.values() for x in each.reads(flat)}
+        new = nbytes_of(flat, reads.difference(e.reads, staying))
+        if made and new <= _HARDLY_MORE * nbytes_of(flat, made):
+            builder.equations.append(_with_rows(e, flat, made, builder) or e)
+        else:
+            builder.equations.append(e)
+    types, equations = tuple(builder.types), tuple(builder.equations)
+    return live(dataclasses.replace(flat, types=types, equations=equations))
+
+
+def _rows_read(e: Equation, flat: FlatJaxpr, least: int) -> list[int]:
+    """What a scan reads row by row, and nothing else of it, of more than so many bytes."""
+    if e.name != "scan" or e.driven or e.effects or e.origin.effects:
+        return []
+    consts, carry, _ = scan_counts(e.origin)
+    otherwise = set(e.inputs[: consts + carry])
+    return [
+        v
+        for v in dict.fromkeys(e.inputs[consts + carry :])
+        if isinstance(v, int) and v not in otherwise and flat.types[v].nbytes > least
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """The rows of a value, and the equations that make one of them."""
+
+    value: int
+    stretch: Stretch
+    steps: tuple[int, ...]
+
+    def reads(self, flat: FlatJaxpr) -> list[int]:
+        """What the equations read of others."""
+        equations = [flat.equations[i] for i in self.steps]
+        written = {v for e in equations for v in e.outputs}
+        return list(
+            dict.fromkeys(v for e in equations for v in e.reads if v not in written)
+        )
+
+    def row(self, flat: FlatJaxpr, values: Mapping[int, Any], n: Any) -> Any:
+        """Row `n` of the value, of what the equations read."""
+        made = parts.at_position(flat, self.stretch, self.steps, values, n)
+        return lax.squeeze(made[self.value], (0,))
+
+
+@dataclass(frozen=True, slots=True)
+class _Search:
+    """Finds out of what rows can be made."""
+
+    stretches: Stretches
+    large: Large
+
+    def rows_of(self, v: int) -> _Rows | None:
+        """The rows of a value; None where they cannot be made one by one, or are better
+        made at once, since others read them too."""
+        flat, stretches = self.stretches.flat, self.stretches
+        if v in stretches.results or v not in stretches.writer:
+            return None
+        members = self._light(v)
+        stretch = stretches.along(members, v, 0) if members else None
+        # One position of the axis is one row.
+        if stretch is None or stretch.length != flat.types[v].shape[0]:
+            return None
+        steps, needed = set[int](), [v]
+        while needed:
+            x = needed.pop()
+            i = stretches.writer.get(x)
+            if i in stretch.working and x in stretch.dims and i not in steps:
+                steps.add(i)
+                needed += flat.equations[i].reads
+        if all(flat.equations[i].name in VIEWS for i in steps):
+            return None
+        if not stretch.halos.keys().isdisjoint(steps):
+            return None
+        made = {x for i in steps for x in flat.equations[i].outputs}
+        if not made.isdisjoint(stretch.reduced):
+            return None
+        inside = {*steps, *stretches.readers[v]}
+        shared = any(not inside.issuperset(stretches.readers.get(x, ())) for x in made)
+        if shared or len(stretches.readers[v]) > 1:
+            seconds = sum(
+                self.large.rates.computing(flat.equations[i].origin) for i in steps
+            )
+            if seconds > self.large.seconds_per_byte * flat.types[v].nbytes:
+                return None
+        return _Rows(v, stretch, tuple(sorted(steps)))
+
+    def _light(self, v: int) -> Sequence[int]:
+        """The light equations that lead to a value, by way of large ones."""
+        flat, found, agenda = self.stretches.flat, set[int](), [v]
+        while agenda:
+            x = agenda.pop()
+            i = self.stretches.writer.get(x)
+            if i is None or i in found or flat.types[x].nbytes <= self.large.nbytes:
+                continue
+            e = flat.equations[i]
+            if e.name in _NEVER or e.effects or e.driven:
+                continue
+            if gives_the_same_bits_again(e.origin):
+                found.add(i)
+                agenda += e.reads
+        return sorted(found)
+
+
+def _with_rows(
+    e: Equation, flat: FlatJaxpr, made: Mapping[int, _Rows], builder: Builder
+) -> Equation | None:
+    """A scan that makes some of its rows; None where JAX has another form for it.
+
+    Args:
+      builder: gets what counts the iterations.
+    """
+    consts, carry, _ = scan_counts(e.origin)
+    before = consts + carry
+    own = tuple(dict.fromkeys(x for each in made.values() for x in each.reads(flat)))
+    scanned = e.inputs[before:]
+    kept = tuple(v for v in scanned if v not in made)
+    closed = e.origin.params["jaxpr"]
+
+    def function(*operands: Any) -> Any:
+        values = dict(zip(own, operands, strict=False))
+        rest = operands[len(own) :]
+        *rows, n = rest[before:]
+        others = iter(rows)
+        all_rows = (
+            next(others)
+            if isinstance(v, Constant) or v not in made
+            else made[v].row(flat, values, n)
+            for v in scanned
+        )
+        return jaxpr_as_fun(closed)(*rest[:before], *all_rows)
+
+    given: tuple[Atom, ...] = (*own, *e.inputs[:before])
+    types = [builder.type_of(v) for v in given]
+    types += [builder.type_of(v).part(0, 1) for v in kept]
+    structs = [t.struct() for t in types]
+    rows = [
+        jax.eval_shape(lambda x: lax.squeeze(x, (0,)), t) for t in structs[len(given) :]
+    ]
+    counter = Type((), np.dtype(np.int32)).struct()
+    body = jax.make_jaxpr(function)(*structs[: len(given)], *rows, counter)
+    length = e.origin.params["length"]
+    numbers = jax.make_jaxpr(lambda: lax.iota(np.int32, length))()
+    (count,) = builder.ours(numbers, (), e.within)
+    flat = dataclasses.replace(flat, types=tuple(builder.types))
+    other = with_body(e.origin, body, len(own) + consts)
+    return other_loop(e, flat, (*given, *kept, count), other)

@@ -57,15 +57,18 @@ def made_by_rows(
     search = _Search(Stretches(flat, rules(flat, parts.works, known)), large)
     builder = Builder.of(flat)
     builder.equations.clear()
+    changed = False
     for i, e in enumerate(flat.equations):
         rows = {v: search.rows_of(v) for v in scans.get(i, ())}
         made = {v: each for v, each in rows.items() if each is not None}
         reads = {x for each in made.values() for x in each.reads(flat)}
         new = nbytes_of(flat, reads.difference(e.reads, staying))
-        if made and new <= _HARDLY_MORE * nbytes_of(flat, made):
-            builder.equations.append(_with_rows(e, flat, made, builder) or e)
-        else:
-            builder.equations.append(e)
+        worth_it = made and new <= _HARDLY_MORE * nbytes_of(flat, made)
+        other = _with_rows(e, flat, made, builder) if worth_it else None
+        builder.equations.append(other or e)
+        changed |= other is not None
+    if not changed:
+        return flat
     types, equations = tuple(builder.types), tuple(builder.equations)
     return live(dataclasses.replace(flat, types=types, equations=equations))
 
@@ -75,11 +78,11 @@ def _rows_read(e: Equation, flat: FlatJaxpr, least: int) -> list[int]:
     if e.name != "scan" or e.driven or e.effects or e.origin.effects:
         return []
     consts, carry, _ = scan_counts(e.origin)
-    otherwise = set(e.inputs[: consts + carry])
+    otherwise = {v for v in e.inputs[: consts + carry] if isinstance(v, int)}
     return [
         v
-        for v in dict.fromkeys(e.inputs[consts + carry :])
-        if isinstance(v, int) and v not in otherwise and flat.types[v].nbytes > least
+        for v in dict.fromkeys(v for v in e.inputs[consts + carry :] if isinstance(v, int))
+        if v not in otherwise and flat.types[v].nbytes > least
     ]
 
 

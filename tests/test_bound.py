@@ -1,5 +1,8 @@
 """The time that no plan can beat: true for every plan, and reached by some."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from hypothesis import given, settings, strategies as st
 from support import GraphBuilder, taskgraphs
@@ -9,6 +12,7 @@ from jturnip.planner import bound
 from jturnip.planner.bound import least_seconds
 from jturnip.planner.planner import plan, smallest_budget
 from jturnip.planner.strategies import STRATEGIES
+from jturnip.programs import planning
 from jturnip.runtime.schedule import Link, schedule
 from jturnip.runtime.simulated import simulate
 
@@ -69,6 +73,38 @@ def test_no_plan_beats_it_where_the_budget_is_less_than_what_waits(
     seconds = simulate(ready, strategy, link).seconds
     rates = link.h2d_bytes_per_second, link.d2h_bytes_per_second
     assert least_seconds(graph, budget, *rates) <= seconds * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_no_plan_beats_what_its_copies_take_from_its_tasks(
+    strategy: str, data: st.DataObject
+):
+    graph = data.draw(with_a_waist())
+    budget = smallest_budget(graph) + data.draw(st.integers(0, 8 * 1024))
+    rate = st.sampled_from([1e3, 1e4])
+    link = Link(
+        data.draw(rate),
+        data.draw(rate),
+        compute_seconds_per_copy=data.draw(st.floats(0, 1)),
+        compute_seconds_per_byte=data.draw(st.floats(0, 1e-3)),
+    )
+    ready = schedule(graph, plan(graph, budget, strategy), link)
+    found: Any = SimpleNamespace(schedule=ready, given=SimpleNamespace(link=link))
+    least = planning._slowed_seconds(found)
+    assert least <= simulate(ready, strategy, link).seconds * (1 + 1e-9)
+
+
+def test_copies_take_from_the_tasks_but_after_the_last_of_them():
+    # Two tasks of 3 s; a copy in takes 1 s from them. Of what goes out, 8 s with 4 s of
+    # computing, 3 s may be beside the last task, with 1.5 s.
+    assert bound.slowed_seconds([3, 3], [1], [2, 2], [4, 4]) == 6 + 1 + 4 - 1.5
+    # What takes more from them than its own time had better come after them.
+    assert bound.slowed_seconds([3, 3], [1], [9], [4]) == 6 + 1 + 4 - 3
+    assert bound.slowed_seconds([3, 3], [], [2], [4]) == 6 + 2 - 1.5
+    assert bound.slowed_seconds([3, 3], [], [], []) == 6
+    assert bound.slowed_seconds([], [], [], []) == 0
 
 
 def test_the_link_waits_for_the_first_result_and_computing_for_the_first_weight():

@@ -1,5 +1,6 @@
 """What records look like: timelines, pictures, pages, traces."""
 
+import dataclasses
 import gzip
 import html.parser
 import itertools
@@ -334,6 +335,32 @@ def test_a_plan_is_explained(ran: RunReport):
     assert left.startswith(f"{format_bytes(plan.d2h_bytes)} leave the device")
     assert "(the least these tasks need)" in budgets
     assert "x 1.00 (this plan)" in budgets
+
+
+@pytest.mark.parametrize(
+    ("predicted", "computing", "stalled", "at_least", "what"),
+    [
+        (1.05, 1.0, 0.0, 1.0, "Compute limits it: the tasks take 1 s"),
+        (2.0, 1.0, 0.8, 1.9, "The link limits it"),
+        (2.0, 1.0, 0.8, 1.5, "Memory limits it: tasks and copies"),
+        (2.0, 1.0, 0.1, 1.9, "What copies take from the tasks limits it: the tasks alone"),
+        (2.0, 1.0, 0.1, 1.0, "What copies take from the tasks limits it: the tasks alone"),
+    ],
+)
+def test_it_says_what_limits_a_plan(
+    ran: RunReport,
+    predicted: float,
+    computing: float,
+    stalled: float,
+    at_least: float,
+    what: str,
+):
+    assert ran.plan is not None
+    plan = dataclasses.replace(
+        ran.plan, predicted_seconds=predicted, lower_bound_seconds=at_least
+    )
+    run = dataclasses.replace(ran, compute_seconds=computing, stall_seconds=stalled)
+    assert explain._limits(plan, run).startswith(what)
 
 
 def test_it_says_whether_times_were_measured(ran: RunReport):

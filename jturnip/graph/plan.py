@@ -48,7 +48,8 @@ class Plan:
     host_bytes: int
     # By the simulator, with the runtime's own state machine.
     predicted_seconds: float
-    # max(compute, bytes over the link): no order of these ops can be faster.
+    # Of compute with what copies take from it, and bytes over the link, the larger, or more
+    # (`planner/bound.py`): no order of these ops can be faster.
     lower_bound_seconds: float
     strategy: str
     taskgraph: TaskGraph = field(repr=False)

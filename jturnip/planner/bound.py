@@ -43,6 +43,31 @@ def busy_seconds(
     )
 
 
+def slowed_seconds(
+    computing: Sequence[float],
+    lost_to_h2d: Sequence[float],
+    lost_to_d2h: Sequence[float],
+    d2h: Sequence[float],
+) -> float:
+    """Seconds that tasks take at least where each copy takes some from the computing.
+
+    What a copy takes while nothing is computed is idle time anyway. Only copies to the host
+    may come after the last task, or beside it: after it they take their own time instead.
+
+    Args:
+      computing: seconds of each task.
+      lost_to_h2d: seconds that each copy to the device takes from the computing.
+      lost_to_d2h: seconds that each copy to the host takes from it.
+      d2h: seconds that each copy to the host takes itself.
+    """
+    out = [(min(lost, own), own) for lost, own in zip(lost_to_d2h, d2h, strict=True)]
+    # Of those beside the last task nothing is lost: they are as long as it together.
+    share = max((lost / own for lost, own in out if own), default=0.0)
+    beside_the_last = share * max(computing, default=0.0)
+    lost = max(0.0, sum(lost for lost, _ in out) - beside_the_last)
+    return sum(computing) + sum(lost_to_h2d) + lost
+
+
 def least_seconds(
     graph: TaskGraph,
     gpu_bytes: int,

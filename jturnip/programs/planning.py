@@ -16,7 +16,7 @@ from jturnip.frontend.values import Equation
 from jturnip.graph.plan import Plan
 from jturnip.graph.taskgraph import Task, TaskGraph
 from jturnip.placement import Budget, Whose
-from jturnip.planner import figures, orders
+from jturnip.planner import bound, figures, orders
 from jturnip.planner.planner import smallest_budget
 from jturnip.planner.verify import verify
 from jturnip.programs.devices import link_of
@@ -27,7 +27,7 @@ from jturnip.programs.records import Split, Straight
 from jturnip.programs.searching import better_order
 from jturnip.programs.setting import How
 from jturnip.runtime.link import SimulatedLink
-from jturnip.runtime.schedule import Link, Schedule
+from jturnip.runtime.schedule import COMPUTE, D2H, H2D, Link, Schedule
 from jturnip.units import format_bytes, padded
 
 
@@ -220,9 +220,11 @@ def _figures(found: Found, gpu_bytes: int, peak_bytes: int) -> Plan:
     graph, memgraph, rates = found.graph, found.memgraph, found.given.rates
     run = found.predicted()
     h2d, d2h = figures.moved_bytes(graph, memgraph)
-    least = max(found.least_seconds(), h2d / rates.h2d, d2h / rates.d2h)
+    least = max(
+        found.least_seconds(), h2d / rates.h2d, d2h / rates.d2h, _slowed_seconds(found)
+    )
     # The simulator adds the same numbers in another order.
-    bound = min(run.seconds, least)
+    at_least = min(run.seconds, least)
     return Plan(
         gpu_bytes=gpu_bytes,
         peak_bytes=peak_bytes,
@@ -231,13 +233,28 @@ def _figures(found: Found, gpu_bytes: int, peak_bytes: int) -> Plan:
         host_bytes=figures.host_peak_bytes(graph, memgraph),
         predicted_seconds=run.seconds,
         predicted_run=run,
-        lower_bound_seconds=bound,
+        lower_bound_seconds=at_least,
         strategy=found.strategy,
         task_order=found.order,
         repeated_tasks=len(found.tasks) - len(set(found.tasks)),
         taskgraph=graph,
         memgraph=memgraph,
     )
+
+
+def _slowed_seconds(found: Found) -> float:
+    """What the tasks take at least, with what the copies of the plan take from them."""
+    ready, link = found.schedule, found.given.link
+    lost: dict[int, list[float]] = {H2D: [], D2H: []}
+    own: dict[int, list[float]] = {COMPUTE: [], H2D: [], D2H: []}
+    for engine, nbytes, seconds in zip(
+        ready.engines, ready.moves, ready.seconds, strict=True
+    ):
+        if engine in own:
+            own[engine].append(seconds)
+        if engine in lost:
+            lost[engine].append(link.lost_seconds(nbytes))
+    return bound.slowed_seconds(own[COMPUTE], lost[H2D], lost[D2H], own[D2H])
 
 
 def _host_room(candidate: Split) -> tuple[int, str]:

@@ -74,21 +74,11 @@ def _limits(plan: Plan, run: RunReport) -> str:
     predicted = format_seconds(plan.predicted_seconds)
     moved = f"{format_bytes(plan.h2d_bytes)} to the device and"
     moved += f" {format_bytes(plan.d2h_bytes)} to the host"
-    by_compute = compute >= 0.999 * bound
-    if plan.predicted_seconds <= _NEAR * bound:
-        what = "Compute" if by_compute else "The link"
-        tasks = f"the tasks take {format_seconds(compute)}"
-        how = (
-            tasks
-            if by_compute
-            else f"with {moved} a call takes {format_seconds(bound)} at least, {tasks}"
-        )
-        return f"{what} limits it: {how}; {predicted} are predicted for a call."
-    ideal = (
-        "the tasks alone" if by_compute else "tasks and copies, each as early as can be,"
-    )
+    tasks = f"the tasks take {format_seconds(compute)}"
     stalled = run.stall_seconds
     held_up = max(0.0, plan.predicted_seconds - compute - stalled)
+    if plan.predicted_seconds <= _NEAR * compute:
+        return f"Compute limits it: {tasks}; {predicted} are predicted for a call."
     waits = (
         f"for {format_seconds(stalled)} no task can run: what it reads is still on its way,"
         f" and there was no room for it earlier ({moved})"
@@ -97,12 +87,21 @@ def _limits(plan: Plan, run: RunReport) -> str:
         f"copies beside the tasks, and starting both, hold them up for"
         f" {format_seconds(held_up)}"
     )
-    what, why = "Memory limits it", f"{waits}; {beside}"
     if held_up > stalled:
-        what, why = "What copies take from the tasks limits it", f"{beside}; {waits}"
+        return (
+            "What copies take from the tasks limits it: the tasks alone would take"
+            f" {format_seconds(compute)}, and {predicted} are predicted, because {beside};"
+            f" {waits}."
+        )
+    if plan.predicted_seconds <= _NEAR * bound:
+        return (
+            f"The link limits it: with {moved} a call takes {format_seconds(bound)} at"
+            f" least, {tasks}; {predicted} are predicted for a call."
+        )
     return (
-        f"{what}: {ideal} would take {format_seconds(bound)}, and {predicted} are"
-        f" predicted, because {why}."
+        "Memory limits it: tasks and copies, each as early as can be, would take"
+        f" {format_seconds(bound)}, and {predicted} are predicted, because {waits};"
+        f" {beside}."
     )
 
 

@@ -372,6 +372,30 @@ def test_no_more_ways_are_compared_after_some_that_were_no_better(
     assert best.plan.predicted_seconds == min([10, *filter(None, asked)])
 
 
+def test_one_way_that_takes_clearly_less_will_do_where_each_takes_seconds_to_compile():
+    (cut,) = ways_of(1)[0].cut
+    made = lambda seconds: Made(cut, Plan(MUCH, predicted_seconds=seconds), None)
+    asked = iter([9, 7, 4, 1])
+    make: Any = lambda _: made(next(asked))
+    first: Any = made(10)
+    assert (
+        ways._or_faster(first, iter([[cut]] * 4), make, 2 / 3).plan.predicted_seconds == 4
+    )
+    assert next(asked) == 1
+
+
+def test_blocks_that_fit_follow_from_what_two_others_needed():
+    """A part that is the same for all, of 0.2; of the rest, a share that they ask for."""
+    needs = lambda at_once: (at_once, 0.2 + 3 / at_once)
+    first, *others = blocks._smaller_that_fit([needs(1), needs(2)])
+    assert needs(first)[1] == pytest.approx(blocks._FULL)
+    assert others == sorted(others)
+    assert not list(blocks._smaller_that_fit([needs(1)]))
+    assert not list(blocks._smaller_that_fit([needs(1), (2, 1)]))  # these fit
+    assert not list(blocks._smaller_that_fit([(1, 3), (2, 3)]))  # it is not the blocks
+    assert not list(blocks._smaller_that_fit([(1, 2.5), (2, 2)]))  # the rest is too much
+
+
 def test_what_differs_in_the_number_of_blocks_only_is_not_made():
     task = types.SimpleNamespace(seconds=1.0, bytes_accessed=200, inputs=(0,), outputs=(0,))
     some = compared(MUCH, tasks=[task])

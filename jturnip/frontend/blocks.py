@@ -11,10 +11,9 @@ EinDecomp (arXiv 2410.02682): as few as fit, with little written down.
 
 import collections
 import dataclasses
-import itertools
 import math
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from jturnip.frontend import parts
@@ -69,6 +68,12 @@ _TRIES = (
 # Where blocks need so many times what there is by XLA's figures, smaller ones are tried
 # before those of other stretches: of 14 such, two would have fitted.
 _TOO_LARGE_BLOCKS = 1.1
+# From what two of them needed follows how small blocks must be to need so much of what is
+# there, but no more than so many times smaller than the last. Where blocks of one length
+# are as before, those so many times smaller come next.
+_FULL = 0.95
+_MUCH_SMALLER = 4
+_NEXT = 1.25
 _MOST_AT_ONCE = max(at_once for _, at_once, *_ in _TRIES)
 # The shares for what is between stretches and stays apart: what is small is in parts too.
 _SHARES_APART = (0.5, 0.125)
@@ -102,15 +107,45 @@ class Ways:
     left_out: int = 0
 
 
-def _tries(keep: bool) -> Iterator[tuple[int, float, int, bool, bool, float]]:
-    """How much less there is, how much of a block XLA holds at once, along how many axes
-    tasks are made although blocks may do, whether what is between may stay apart, whether
-    what loops make anew is kept, and what is large; of those in which it is kept, or of
-    all."""
-    for tighter, at_once, eager, apart, keeps in _TRIES:
-        if keeps or not keep:
-            for share in _SHARES_APART if apart else _SHARES:
-                yield tighter, at_once, eager, apart, keeps, share
+@dataclass(frozen=True, slots=True)
+class _Try:
+    """How a function is to be cut."""
+
+    # Whether channels of images are cut, which are little work for all that a part reads.
+    narrow: bool
+    # How much less there is, how much of a block XLA holds at once, along how many axes
+    # tasks are made although blocks may do, whether what is between may stay apart, whether
+    # what loops make anew is kept, and what is large.
+    tighter: int
+    at_once: float
+    eager: int
+    apart: bool
+    keeps: bool
+    share: float
+
+    @property
+    def stretches(self) -> "_Try":
+        """The same for tries that differ in the blocks alone."""
+        return dataclasses.replace(self, at_once=0)
+
+    @property
+    def with_nothing_kept(self) -> "_Try":
+        """The same for tries that differ in what is kept alone."""
+        return dataclasses.replace(self, keeps=False)
+
+
+def _tries(keep: bool, convolves: bool) -> Iterator[_Try]:
+    """What is tried: that in which what loops make anew is kept, or all.
+
+    Args:
+      keep: whether it is kept.
+      convolves: whether there are convolutions: all channels of images come first then.
+    """
+    for narrow in (False, True) if convolves else (True,):
+        for tighter, at_once, eager, apart, keeps in _TRIES:
+            if keeps or not keep:
+                for share in _SHARES_APART if apart else _SHARES:
+                    yield _Try(narrow, tighter, at_once, eager, apart, keeps, share)
 
 
 def cut_along_axes(
@@ -245,45 +280,99 @@ def _in_some_ways(
     keep: bool,
     search: Search,
 ) -> Iterator[Ways]:
-    effort, sofar = search.effort, search.sofar
-    seen: set[Any] = set()
-    nothing_kept: set[Any] = set()
-    too_large: set[Any] = set()
-
-    # All channels of images first: a part of these is little work for all that it reads.
+    sofar, tried = search.sofar, _Tried()
     convolves = any(e.name == "conv_general_dilated" for e in flat.equations)
-    tries = itertools.product((False, True) if convolves else (True,), _tries(keep))
-    for narrow, (tighter, at_once, eager, apart, keeps, share) in tries:
-        alike = tighter, at_once, eager, apart, share, narrow
-        if effort.is_enough:
+    for each in _tries(keep, convolves):
+        if search.effort.is_enough:
             return
-        if search.is_over(apart) or alike in nothing_kept:
-            continue
-        if (narrow, at_once) in too_large:
+        if search.is_over(each.apart) or tried.is_for_nothing(each):
             continue
         kept = search.kept
-        least = max(1, int(arena / tighter * share))
         room = Room(
-            arena=arena // tighter,
-            least=least,
-            at_once=at_once,
+            arena=arena // each.tighter,
+            least=max(1, int(arena / each.tighter * each.share)),
+            at_once=each.at_once,
             fused=False,
-            narrow=narrow,
+            narrow=each.narrow,
             eager=False,
-            apart=apart,
-            keep=keeps,
+            apart=each.apart,
+            keep=each.keeps,
             side_by_side=True,
             rates=rates,
             where=where,
         )
-        ways = _ways_in(flat, arena, room, eager, search, seen)
-        if keeps and search.kept == kept:  # it would be the same again
-            nothing_kept.add(alike)
-        if ways is not None:
-            sofar.times = 1.0
-            yield ways
-            if at_once < _MOST_AT_ONCE and sofar.times > _TOO_LARGE_BLOCKS:
-                too_large.add((narrow, at_once))
+        ways = _ways_in(flat, arena, room, each.eager, search, tried.seen)
+        if each.keeps and search.kept == kept:
+            tried.nothing_kept.add(each.with_nothing_kept)
+        if ways is None:
+            continue
+        sofar.times = 1.0
+        yield ways
+        for smaller in tried.that_fit(each, sofar.times):
+            room = dataclasses.replace(room, at_once=smaller)
+            ways = _ways_in(flat, arena, room, each.eager, search, tried.seen)
+            if ways is not None:  # blocks that differ
+                tried.fitting[each.stretches] = smaller
+                yield ways
+                break
+
+
+@dataclass(slots=True)
+class _Tried:
+    """What was tried of one function, and what came of it."""
+
+    # How it was cut.
+    seen: set[Any] = field(default_factory=set)
+    # Tries in which nothing was kept.
+    nothing_kept: set[_Try] = field(default_factory=set)
+    # Blocks that needed too much, of whatever stretches.
+    too_large: set[tuple[bool, float]] = field(default_factory=set)
+    # Of the same stretches: what blocks needed, and how small they must be to fit.
+    needed: dict[_Try, list[tuple[float, float]]] = field(default_factory=dict)
+    fitting: dict[_Try, float] = field(default_factory=dict)
+
+    def is_for_nothing(self, each: _Try) -> bool:
+        """Whether it would be the same again, or blocks that are too large again."""
+        return (
+            each.with_nothing_kept in self.nothing_kept
+            or (each.narrow, each.at_once) in self.too_large
+            or each.at_once < self.fitting.get(each.stretches, 0)
+        )
+
+    def that_fit(self, each: _Try, times: float) -> Iterator[float]:
+        """How much of a block is to be there at once, so that blocks of the same stretches
+        are expected to fit; nothing where nobody knows.
+
+        Args:
+          each: what was tried.
+          times: how many times what there is its blocks needed; 1 if they fit.
+        """
+        if each.at_once < _MOST_AT_ONCE and times > _TOO_LARGE_BLOCKS:
+            self.too_large.add((each.narrow, each.at_once))
+        needed = self.needed.setdefault(each.stretches, [])
+        needed.append((each.at_once, times))
+        return _smaller_that_fit(needed)
+
+
+def _smaller_that_fit(needed: Sequence[tuple[float, float]]) -> Iterator[float]:
+    """How much of a block is to be there at once, so that blocks fit, by what others of the
+    same stretches needed: a part is the same for all blocks, the rest as large as they are.
+
+    Args:
+      needed: how much of a block was to be there at once, and how many times what there is
+        it needed by XLA's figures; 1 for what fits.
+    """
+    if len(needed) < 2:
+        return
+    (first, before), (last, times) = needed[-2:]
+    if not before > times > 1:
+        return
+    block = (before - times) / (1 / first - 1 / last)
+    room = _FULL - (times - block / last)
+    found = block / room if room > 0 else math.inf
+    while found <= _MUCH_SMALLER * last:
+        yield found
+        found *= _NEXT
 
 
 def _ways_in(

@@ -66,6 +66,9 @@ _WAYS_BESIDE = 3
 _LOOKED_BESIDE = 12
 # And no more after so many that were no faster than the best, or did not fit.
 _NO_BETTER = 2
+# Nor after one that takes clearly less and moves little, of a function of more than so many
+# equations: each way takes seconds to compile.
+_LONG = 100
 # The same where no more tasks than so many read and write much for one another: attention
 # with a bias took twice as long over 39 tasks as in blocks.
 _FEW_TASKS = 100
@@ -164,28 +167,34 @@ def or_in_blocks(
         for ways in _ways(flat, setting, sofar)
         if not ways.in_tiles
     )
-    return _or_faster(made, others, make)
+    enough = CLEARLY if len(flat.equations) > _LONG else 0.0
+    return _or_faster(made, others, make, enough)
 
 
 def _or_faster(
     made: Straight,
     others: Iterator[Sequence[FlatJaxpr]],
     make: Callable[[FlatJaxpr], Straight | None],
+    enough: float = 0.0,
 ) -> Straight:
     """What is made, or the fastest of some of its function in other ways.
 
     Args:
       others: the function in these ways, some of which come together.
       make: makes one, or gives None where it does not fit.
+      enough: in which share of the time one will do, if it moves little.
     """
+    seconds = enough * made.plan.predicted_seconds
     found, no_better = [made], 0
     for together in itertools.islice(others, _LOOKED_BESIDE):
         for cut in together:
             other = make(cut)
             found += [] if other is None else [other]
             no_better = 0 if _fastest(found) is other else no_better + 1
-        beside = len(found) - 1
+        beside, best = len(found) - 1, _fastest(found)
         if beside >= _WAYS_BESIDE or (beside and no_better >= _NO_BETTER):
+            break
+        if best.plan.predicted_seconds < seconds and moves_little(best.plan, best.flat):
             break
     return _fastest(found)
 

@@ -1,5 +1,6 @@
 """The time that no plan can beat: true for every plan, and reached by some."""
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from support import GraphBuilder, taskgraphs
 
+from jturnip.graph.memgraph import MemGraph
 from jturnip.graph.taskgraph import Place, TaskGraph
 from jturnip.planner import bound
 from jturnip.planner.bound import least_seconds
@@ -15,6 +17,7 @@ from jturnip.planner.strategies import STRATEGIES
 from jturnip.programs import planning
 from jturnip.runtime.schedule import Link, schedule
 from jturnip.runtime.simulated import simulate
+from jturnip.runtime.state import Limits
 
 
 # A byte a second each way, so that bytes are seconds.
@@ -75,14 +78,27 @@ def test_no_plan_beats_it_where_the_budget_is_less_than_what_waits(
     assert least_seconds(graph, budget, *rates) <= seconds * (1 + 1e-9)
 
 
+def slowed(graph: TaskGraph, memgraph: MemGraph, link: Link) -> tuple[float, float]:
+    """The bound by what copies take from the tasks, and what a run takes."""
+    ready = schedule(graph, memgraph, link)
+    given = SimpleNamespace(link=link)
+    found: Any = SimpleNamespace(schedule=ready, memgraph=memgraph, given=given)
+    seconds = [
+        simulate(ready, "turnip", link, limits).seconds
+        for limits in (None, Limits.on("cpu"), Limits(compute=1))
+    ]
+    return planning._slowed_seconds(found), min(seconds)
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)
 def test_no_plan_beats_what_its_copies_take_from_its_tasks(
     strategy: str, data: st.DataObject
 ):
-    graph = data.draw(with_a_waist())
-    budget = smallest_budget(graph) + data.draw(st.integers(0, 8 * 1024))
+    graph = data.draw(st.one_of(taskgraphs(), with_a_waist()))
+    least = smallest_budget(graph)
+    budget = data.draw(st.integers(least, 2 * least + 8 * 1024))
     rate = st.sampled_from([1e3, 1e4])
     link = Link(
         data.draw(rate),
@@ -90,21 +106,42 @@ def test_no_plan_beats_what_its_copies_take_from_its_tasks(
         compute_seconds_per_copy=data.draw(st.floats(0, 1)),
         compute_seconds_per_byte=data.draw(st.floats(0, 1e-3)),
     )
-    ready = schedule(graph, plan(graph, budget, strategy), link)
-    found: Any = SimpleNamespace(schedule=ready, given=SimpleNamespace(link=link))
-    least = planning._slowed_seconds(found)
-    assert least <= simulate(ready, strategy, link).seconds * (1 + 1e-9)
+    at_least, seconds = slowed(graph, plan(graph, budget, strategy), link)
+    assert at_least <= seconds * (1 + 1e-9)
 
 
-def test_copies_take_from_the_tasks_but_after_the_last_of_them():
-    # Two tasks of 3 s; a copy in takes 1 s from them. Of what goes out, 8 s with 4 s of
-    # computing, 3 s may be beside the last task, with 1.5 s.
-    assert bound.slowed_seconds([3, 3], [1], [2, 2], [4, 4]) == 6 + 1 + 4 - 1.5
+def test_copies_beside_the_last_tasks_take_nothing_from_those_that_are_queued():
+    """Ten results go to the host, two at a time, while two tasks of a second run."""
+    g = GraphBuilder()
+    x = g.input(1)
+    results = g.task([x], *([250] * 10), seconds=0.001)
+    (a,) = g.task([x], 1, seconds=1.0)
+    (b,) = g.task([x, a], 1, seconds=1.0)
+    graph = g.build(outputs=[*results, b], end_on_host=[*results])
+    link = Link(1e3, 1e3, compute_seconds_per_byte=0.5e-3)
+    at_least, seconds = slowed(graph, plan(graph, 100_000, "turnip"), link)
+    assert 2.001 < at_least <= seconds
+
+
+def test_copies_take_from_the_tasks_but_after_the_last_are_queued():
+    def slowed(*lost: float, late: Sequence[Sequence[tuple[float, float]]] = ()) -> float:
+        """Three tasks of 3 s, two of which may be unfinished when the last is queued."""
+        return bound.slowed_seconds([3.0, 3.0, 3.0], lost, late, 2) - 9
+
+    # What a task waits for takes all that it takes.
+    assert slowed(1, 1) == pytest.approx(2)
+    # One that nothing waits for takes half of its time, but of its first 6 s nothing, nor
+    # of what is left of it when the tasks are over: of 2 s more.
+    assert slowed(late=[[(6, 12)]]) == pytest.approx(2)
+    assert slowed(late=[[(2, 4)]]) == pytest.approx(0)
+    # In the worst order, those first that take most for their time.
+    assert slowed(late=[[(1, 10), (6, 6)]]) == pytest.approx((1 - 0) / 1.1)
     # What takes more from them than its own time had better come after them.
-    assert bound.slowed_seconds([3, 3], [1], [9], [4]) == 6 + 1 + 4 - 3
-    assert bound.slowed_seconds([3, 3], [], [2], [4]) == 6 + 2 - 1.5
-    assert bound.slowed_seconds([3, 3], [], [], []) == 6
-    assert bound.slowed_seconds([], [], [], []) == 0
+    assert slowed(late=[[(90, 12)]]) == pytest.approx(3)
+    # Both ways at once.
+    assert slowed(late=[[(6, 12)], [(6, 12)]]) == pytest.approx(3)
+    assert slowed(late=[[], [(0, 0)]]) == 0
+    assert bound.slowed_seconds([], [], [], 2) == 0
 
 
 def test_the_link_waits_for_the_first_result_and_computing_for_the_first_weight():

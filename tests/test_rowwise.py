@@ -1,5 +1,6 @@
 """What a scan reads row by row, made in its iterations."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -74,6 +75,20 @@ def read_as_a_whole_too(x: Any, order: Any) -> Any:
     return lax.scan(lambda c, row: (c + rows[0], row.sum()), rows[1], rows)
 
 
+def that_others_read_later(x: Any, order: Any) -> Any:
+    rows = x[order].reshape(STEPS, ROWS, WIDTH)
+    last, sums = summed(rows)
+    return last, sums, jnp.sort(rows, axis=1)
+
+
+def of_what_is_a_result(x: Any, order: Any) -> Any:
+    """Made in the iterations it would be drawn twice."""
+    del x
+    key = jax.random.wrap_key_data(order[:2].astype(np.uint32), impl="threefry2x32")
+    drawn = jax.random.normal(key, (STEPS, ROWS, WIDTH))
+    return summed(jnp.sin(drawn)), drawn
+
+
 def of_much_more(x: Any, order: Any) -> Any:
     """A few rows of a table: the table would have to be there all the time."""
     large = jnp.tile(jnp.exp(x), (8, 1))
@@ -114,7 +129,15 @@ def test_rows_are_made_when_they_are_read(fn: Any):
         assert_bitwise(ours, theirs)
 
 
-@pytest.mark.parametrize("fn", [that_is_a_result, read_as_a_whole_too, of_much_more])
+@pytest.mark.parametrize(
+    "fn",
+    [
+        that_is_a_result,
+        read_as_a_whole_too,
+        that_others_read_later,
+        of_much_more,
+    ],
+)
 def test_rows_that_are_better_made_at_once_are_left(fn: Any):
     args = arguments()
     flat = flat_of(fn, *args)
@@ -129,6 +152,24 @@ def test_a_product_is_made_at_once():
     assert whole_rows(made) == 1
     for ours, theirs in zip(evaluated(made, *args), evaluated(flat, *args), strict=True):
         assert_bitwise(ours, theirs)
+
+
+def test_what_takes_long_is_not_made_again():
+    slow = dataclasses.replace(LARGE, seconds_per_byte=1e-30)
+    flat = flat_of(of_what_is_a_result, *arguments())
+    assert made_by_rows(flat, ARENA, slow, (), Known()) is flat
+
+
+def test_a_softmax_of_rows_is_right_to_its_last_bits():
+    """XLA adds up in another order where it has a row at a time."""
+    args = arguments()
+    flat = flat_of(
+        lambda x, o: summed(jax.nn.softmax(x[o]).reshape(STEPS, ROWS, WIDTH)), *args
+    )
+    made = by_rows(flat)
+    assert whole_rows(made) == 0
+    for ours, theirs in zip(evaluated(made, *args), evaluated(flat, *args), strict=True):
+        assert_same(ours, theirs)
 
 
 def test_what_is_there_all_the_time_is_not_counted():

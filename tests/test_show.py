@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import streaming_chain
+from support import GraphBuilder, streaming_chain
 
 import jturnip
 from jturnip.graph.report import RunReport
@@ -359,8 +359,30 @@ def test_it_says_what_limits_a_plan(
     plan = dataclasses.replace(
         ran.plan, predicted_seconds=predicted, lower_bound_seconds=at_least
     )
-    run = dataclasses.replace(ran, compute_seconds=computing, stall_seconds=stalled)
+    run = dataclasses.replace(
+        ran, compute_seconds=computing, stall_seconds=stalled, order=(), ends=()
+    )
     assert explain._limits(plan, run).startswith(what)
+
+
+def test_the_link_limits_what_copies_follow(ran: RunReport):
+    """Results that go to the host after the last task hold up none."""
+    g = GraphBuilder()
+    x = g.input(100)
+    (y,) = g.task([x], 5000, seconds=1.0)
+    graph = g.build(outputs=[y], end_on_host=[y])
+    memgraph = plan_tasks(graph, 10_000, "turnip")
+    run = simulate(schedule(graph, memgraph, Link(1e3, 1e3)))
+    assert ran.plan is not None
+    plan = dataclasses.replace(
+        ran.plan,
+        memgraph=memgraph,
+        taskgraph=graph,
+        predicted_seconds=run.seconds,
+        lower_bound_seconds=run.seconds,
+    )
+    assert explain._seconds_after_tasks(plan, run) == pytest.approx(5)
+    assert explain._limits(plan, run).startswith("The link limits it")
 
 
 def test_it_says_whether_times_were_measured(ran: RunReport):

@@ -365,9 +365,11 @@ def test_no_more_ways_are_compared_after_some_that_were_no_better(
 
     def make(_: FlatJaxpr) -> Any:
         asked.append(seconds[len(asked)])
-        return made(asked[-1]) if asked[-1] else None
+        if not asked[-1]:
+            raise DoesNotFit("no", needed_bytes=2, gpu_bytes=1)
+        return made(asked[-1])
 
-    best = ways._or_faster(made(10), iter([[cut]] * len(seconds)), make)
+    best = ways._or_faster(made(10), iter([[cut]] * len(seconds)), make, Sofar())
     assert len(asked) == looked
     assert best.plan.predicted_seconds == min([10, *filter(None, asked)])
 
@@ -379,7 +381,10 @@ def test_one_way_that_takes_clearly_less_will_do_where_each_takes_seconds_to_com
     make: Any = lambda _: made(next(asked))
     first: Any = made(10)
     assert (
-        ways._or_faster(first, iter([[cut]] * 4), make, 2 / 3).plan.predicted_seconds == 4
+        ways._or_faster(
+            first, iter([[cut]] * 4), make, Sofar(), 2 / 3
+        ).plan.predicted_seconds
+        == 4
     )
     assert next(asked) == 1
 
@@ -391,7 +396,8 @@ def test_blocks_that_fit_follow_from_what_two_others_needed():
     assert needs(first)[1] == pytest.approx(blocks._FULL)
     assert others == sorted(others)
     assert not list(blocks._smaller_that_fit([needs(1)]))
-    assert not list(blocks._smaller_that_fit([needs(1), (2, 1)]))  # these fit
+    assert not list(blocks._smaller_that_fit([needs(2), needs(1)]))
+    assert not list(blocks._smaller_that_fit([needs(1), needs(1)]))
     assert not list(blocks._smaller_that_fit([(1, 3), (2, 3)]))  # it is not the blocks
     assert not list(blocks._smaller_that_fit([(1, 2.5), (2, 2)]))  # the rest is too much
 

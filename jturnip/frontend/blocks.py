@@ -69,8 +69,8 @@ _TRIES = (
 # before those of other stretches: of 14 such, two would have fitted.
 _TOO_LARGE_BLOCKS = 1.1
 # From what two of them needed follows how small blocks must be to need so much of what is
-# there, but no more than so many times smaller than the last. Where blocks of one length
-# are as before, those so many times smaller come next.
+# there, but no more than so many times smaller than the last. If blocks that small are cut
+# just as before (lengths are whole numbers), so many times smaller ones are tried.
 _FULL = 0.95
 _MUCH_SMALLER = 4
 _NEXT = 1.25
@@ -124,7 +124,7 @@ class _Try:
     share: float
 
     @property
-    def stretches(self) -> "_Try":
+    def with_any_blocks(self) -> "_Try":
         """The same for tries that differ in the blocks alone."""
         return dataclasses.replace(self, at_once=0)
 
@@ -135,10 +135,10 @@ class _Try:
 
 
 def _tries(keep: bool, convolves: bool) -> Iterator[_Try]:
-    """What is tried: that in which what loops make anew is kept, or all.
+    """What is tried.
 
     Args:
-      keep: whether it is kept.
+      keep: whether only tries in which what loops make anew is kept.
       convolves: whether there are convolutions: all channels of images come first then.
     """
     for narrow in (False, True) if convolves else (True,):
@@ -308,11 +308,12 @@ def _in_some_ways(
             continue
         sofar.times = 1.0
         yield ways
-        for smaller in tried.that_fit(each, sofar.times):
+        tried.note(each, sofar.times)
+        for smaller in tried.smaller(each):
             room = dataclasses.replace(room, at_once=smaller)
             ways = _ways_in(flat, arena, room, each.eager, search, tried.seen)
             if ways is not None:  # blocks that differ
-                tried.fitting[each.stretches] = smaller
+                tried.expected_to_fit[each.with_any_blocks] = smaller
                 yield ways
                 break
 
@@ -329,29 +330,28 @@ class _Tried:
     too_large: set[tuple[bool, float]] = field(default_factory=set)
     # Of the same stretches: what blocks needed, and how small they must be to fit.
     needed: dict[_Try, list[tuple[float, float]]] = field(default_factory=dict)
-    fitting: dict[_Try, float] = field(default_factory=dict)
+    expected_to_fit: dict[_Try, float] = field(default_factory=dict)
 
     def is_for_nothing(self, each: _Try) -> bool:
         """Whether it would be the same again, or blocks that are too large again."""
         return (
             each.with_nothing_kept in self.nothing_kept
             or (each.narrow, each.at_once) in self.too_large
-            or each.at_once < self.fitting.get(each.stretches, 0)
+            or each.at_once < self.expected_to_fit.get(each.with_any_blocks, 0)
         )
 
-    def that_fit(self, each: _Try, times: float) -> Iterator[float]:
-        """How much of a block is to be there at once, so that blocks of the same stretches
-        are expected to fit; nothing where nobody knows.
-
-        Args:
-          each: what was tried.
-          times: how many times what there is its blocks needed; 1 if they fit.
-        """
+    def note(self, each: _Try, times: float) -> None:
+        """What was tried needed so many times what there is for its blocks; 1 where they
+        fit, or nobody knows."""
+        if times > 1:
+            self.needed.setdefault(each.with_any_blocks, []).append((each.at_once, times))
         if each.at_once < _MOST_AT_ONCE and times > _TOO_LARGE_BLOCKS:
             self.too_large.add((each.narrow, each.at_once))
-        needed = self.needed.setdefault(each.stretches, [])
-        needed.append((each.at_once, times))
-        return _smaller_that_fit(needed)
+
+    def smaller(self, each: _Try) -> Iterator[float]:
+        """How much of a block is to be there at once, so that blocks of the same stretches
+        are expected to fit; nothing where nobody knows."""
+        return _smaller_that_fit(self.needed.get(each.with_any_blocks, ()))
 
 
 def _smaller_that_fit(needed: Sequence[tuple[float, float]]) -> Iterator[float]:
@@ -360,12 +360,12 @@ def _smaller_that_fit(needed: Sequence[tuple[float, float]]) -> Iterator[float]:
 
     Args:
       needed: how much of a block was to be there at once, and how many times what there is
-        it needed by XLA's figures; 1 for what fits.
+        it needed by XLA's figures.
     """
     if len(needed) < 2:
         return
     (first, before), (last, times) = needed[-2:]
-    if not before > times > 1:
+    if not (first < last and before > times):
         return
     block = (before - times) / (1 / first - 1 / last)
     room = _FULL - (times - block / last)

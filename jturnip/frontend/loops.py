@@ -188,7 +188,7 @@ def other_loop(
     given: Sequence[Atom],
     function: Callable[..., Sequence[Any]],
 ) -> Equation | None:
-    """An equation that gives what a loop gives, of other operands; None where JAX has
+    """A loop's equation with other operands and the same results; None where JAX has
     another form for it.
 
     Args:

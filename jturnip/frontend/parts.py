@@ -514,8 +514,8 @@ def at_position(
     values: Mapping[int, Any],
     position: Any,
 ) -> dict[int, Any]:
-    """What some equations of a stretch make at one position of its axis, of what they read
-    of others, which is whole."""
+    """What some equations of a stretch give at one position of its axis; `values` has,
+    whole, all that they read and do not make themselves."""
     blocks = _Blockwise(flat, stretch, 1, NOTHING)
     return blocks.block(steps, values, {}, position, 1)
 

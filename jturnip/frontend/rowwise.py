@@ -2,8 +2,9 @@
 
 Examples are shuffled and a scan goes over batches of them, tokens become vectors and a scan
 goes over those, noise is drawn for all steps of a walk: made before the loop, all rows are
-there at once. An iteration reads one of them, and can make it itself. So each is made once,
-as before, and only what they are made of must be there.
+there at once. An iteration reads one of them, and can make it itself. Then only what they
+are made of must be there. Each is still made once, unless others read it as well and it is
+cheap to make again.
 """
 
 import dataclasses
@@ -25,14 +26,16 @@ from jturnip.frontend.hints import gives_the_same_bits_again
 from jturnip.frontend.loops import other_loop, scan_counts, with_body
 from jturnip.frontend.results import live
 from jturnip.frontend.stretches import Stretch, Stretches
-from jturnip.frontend.values import Atom, Constant, Equation, FlatJaxpr, Type, nbytes_of
+from jturnip.frontend.values import Atom, Equation, FlatJaxpr, Type, nbytes_of
 
 
-# A row of these takes no longer than its share of what all rows take.
+# A row of these takes no longer than its share of what all rows take. A barrier is where
+# the user wants it.
 _BY_ROWS = frozenset(["gather", "random_bits", "threefry2x32"])
-_NEVER = HEAVY - _BY_ROWS
-# What takes more than one over so many of what there is.
-_WORTH_IT = 16
+_NEVER = HEAVY - _BY_ROWS | {"optimization_barrier"}
+# What takes more than this share of what there is is large.
+_LARGE = 1 / 16
+# What rows are made of may take so many times what the rows take.
 _HARDLY_MORE = 1.1
 
 
@@ -49,28 +52,48 @@ def made_by_rows(
       staying: values that are there all the time.
       known: rules of equations; grows.
     """
-    large = dataclasses.replace(large, nbytes=arena // _WORTH_IT)
+    large = dataclasses.replace(large, nbytes=int(arena * _LARGE))
     scans = {i: _rows_read(e, flat, large.nbytes) for i, e in enumerate(flat.equations)}
     scans = {i: rows for i, rows in scans.items() if rows}
     if not scans:
         return flat
-    search = _Search(Stretches(flat, rules(flat, parts.works, known)), large)
+    search = _Search(Stretches(flat, rules(flat, parts.works, known)), large, scans)
+    found = {i: _found(search, rows) for i, rows in scans.items()}
+    worth_it = {i: _is_worth_it(flat.equations[i], found[i], staying, flat) for i in found}
     builder = Builder.of(flat)
     builder.equations.clear()
     changed = False
     for i, e in enumerate(flat.equations):
-        rows = {v: search.rows_of(v) for v in scans.get(i, ())}
-        made = {v: each for v, each in rows.items() if each is not None}
-        reads = {x for each in made.values() for x in each.reads(flat)}
-        new = nbytes_of(flat, reads.difference(e.reads, staying))
-        worth_it = made and new <= _HARDLY_MORE * nbytes_of(flat, made)
-        other = _with_rows(e, flat, made, builder) if worth_it else None
+        readers = search.stretches.readers
+        made = {
+            v: rows
+            for v, rows in found.get(i, {}).items()
+            if all(worth_it[reader] for reader in readers[v])
+        }
+        other = _with_rows(e, flat, made, builder) if made else None
         builder.equations.append(other or e)
         changed |= other is not None
     if not changed:
         return flat
     types, equations = tuple(builder.types), tuple(builder.equations)
     return live(dataclasses.replace(flat, types=types, equations=equations))
+
+
+def _found(search: "_Search", values: Sequence[int]) -> dict[int, "_Rows"]:
+    """Of some values those of which rows can be made, with how."""
+    found = {v: search.rows_of(v) for v in values}
+    return {v: rows for v, rows in found.items() if rows is not None}
+
+
+def _is_worth_it(
+    e: Equation, made: Mapping[int, "_Rows"], staying: Collection[int], flat: FlatJaxpr
+) -> bool:
+    """Whether what rows are made of takes no more than the rows do that need not be there
+    then, or hardly."""
+    reads = {x for rows in made.values() for x in rows.reads(flat)}
+    there = {v for v in e.reads if v not in made}.union(staying)
+    gone = nbytes_of(flat, made.keys() - reads)
+    return gone > 0 and nbytes_of(flat, reads - there) <= _HARDLY_MORE * gone
 
 
 def _rows_read(e: Equation, flat: FlatJaxpr, least: int) -> list[int]:
@@ -114,6 +137,8 @@ class _Search:
 
     stretches: Stretches
     large: Large
+    # Scan → what it reads row by row, and nothing else of it.
+    scans: Mapping[int, Collection[int]]
 
     def rows_of(self, v: int) -> _Rows | None:
         """The rows of a value; None where they cannot be made one by one, or are better
@@ -121,34 +146,51 @@ class _Search:
         flat, stretches = self.stretches.flat, self.stretches
         if v in stretches.results or v not in stretches.writer:
             return None
+        if any(v not in self.scans.get(reader, ()) for reader in stretches.readers[v]):
+            return None  # it is there for others
         members = self._light(v)
         stretch = stretches.along(members, v, 0) if members else None
         # One position of the axis is one row.
         if stretch is None or stretch.length != flat.types[v].shape[0]:
             return None
+        steps = self._steps(v, stretch)
+        made = {x for i in steps for x in flat.equations[i].outputs}
+        if all(flat.equations[i].name in VIEWS for i in steps):
+            return None
+        if not (
+            stretch.halos.keys().isdisjoint(steps) and made.isdisjoint(stretch.reduced)
+        ):
+            return None
+        if self._is_made_again(v, steps, made) and self._takes_long(v, steps):
+            return None
+        return _Rows(v, stretch, tuple(sorted(steps)))
+
+    def _steps(self, v: int, stretch: Stretch) -> set[int]:
+        """The equations of a stretch that make a value in parts."""
         steps, needed = set[int](), [v]
         while needed:
             x = needed.pop()
-            i = stretches.writer.get(x)
+            i = self.stretches.writer.get(x)
             if i in stretch.working and x in stretch.dims and i not in steps:
                 steps.add(i)
-                needed += flat.equations[i].reads
-        if all(flat.equations[i].name in VIEWS for i in steps):
-            return None
-        if not stretch.halos.keys().isdisjoint(steps):
-            return None
-        made = {x for i in steps for x in flat.equations[i].outputs}
-        if not made.isdisjoint(stretch.reduced):
-            return None
-        inside = {*steps, *stretches.readers[v]}
-        shared = any(not inside.issuperset(stretches.readers.get(x, ())) for x in made)
-        if shared or len(stretches.readers[v]) > 1:
-            seconds = sum(
-                self.large.rates.computing(flat.equations[i].origin) for i in steps
-            )
-            if seconds > self.large.seconds_per_byte * flat.types[v].nbytes:
-                return None
-        return _Rows(v, stretch, tuple(sorted(steps)))
+                needed += self.stretches.flat.equations[i].reads
+        return steps
+
+    def _is_made_again(self, v: int, steps: Collection[int], made: Collection[int]) -> bool:
+        """Whether several loops make the rows, or others need what they are made of."""
+        stretches = self.stretches
+        others = {i for x in made if x != v for i in stretches.readers.get(x, ())}
+        return (
+            len(stretches.readers[v]) > 1
+            or not others.issubset(steps)
+            or not stretches.results.isdisjoint(made)
+        )
+
+    def _takes_long(self, v: int, steps: Collection[int]) -> bool:
+        """Whether it takes longer to make all rows than to keep them."""
+        flat, large = self.stretches.flat, self.large
+        seconds = sum(large.rates.computing(flat.equations[i].origin) for i in steps)
+        return seconds > large.seconds_per_byte * flat.types[v].nbytes
 
     def _light(self, v: int) -> Sequence[int]:
         """The light equations that lead to a value, by way of large ones."""
@@ -173,12 +215,12 @@ def _with_rows(
     """A scan that makes some of its rows; None where JAX has another form for it.
 
     Args:
-      builder: gets what counts the iterations.
+      builder: gets what counts the iterations; nobody reads it where the result is None.
     """
     consts, carry, _ = scan_counts(e.origin)
     before = consts + carry
     own = tuple(dict.fromkeys(x for each in made.values() for x in each.reads(flat)))
-    scanned = e.inputs[before:]
+    scanned = [v for v in e.inputs[before:] if isinstance(v, int)]  # a number has no rows
     kept = tuple(v for v in scanned if v not in made)
     closed = e.origin.params["jaxpr"]
 
@@ -188,10 +230,7 @@ def _with_rows(
         *rows, n = rest[before:]
         others = iter(rows)
         all_rows = (
-            next(others)
-            if isinstance(v, Constant) or v not in made
-            else made[v].row(flat, values, n)
-            for v in scanned
+            made[v].row(flat, values, n) if v in made else next(others) for v in scanned
         )
         return jaxpr_as_fun(closed)(*rest[:before], *all_rows)
 

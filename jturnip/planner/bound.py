@@ -18,6 +18,8 @@ from jturnip.graph.taskgraph import BufferId, Place, TaskGraph, TaskId
 
 # Beyond so many tasks or buffers only sums are taken: the tables would have too many cells.
 _MOST = 2048
+# So often an interval that has a bound in it is halved.
+_HALVINGS = 40
 
 _Array: TypeAlias = np.ndarray
 
@@ -45,27 +47,49 @@ def busy_seconds(
 
 def slowed_seconds(
     computing: Sequence[float],
-    lost_to_h2d: Sequence[float],
-    lost_to_d2h: Sequence[float],
-    d2h: Sequence[float],
+    lost: Sequence[float],
+    late: Sequence[Sequence[tuple[float, float]]],
+    queued: int,
 ) -> float:
-    """Seconds that tasks take at least where each copy takes some from the computing.
+    """Seconds that a run takes at least where copies take some of the computing.
 
-    What a copy takes while nothing is computed is idle time anyway. Only copies to the host
-    may come after the last task, or beside it: after it they take their own time instead.
+    A copy takes from the tasks that are queued after it began, or from idle time, which no
+    run gets back either. Copies that no task waits for may begin once the last task is
+    queued, and take nothing then. That is when no more tasks are unfinished than are queued
+    at once; and what begins later takes its own time, one copy after the other each way.
 
     Args:
       computing: seconds of each task.
-      lost_to_h2d: seconds that each copy to the device takes from the computing.
-      lost_to_d2h: seconds that each copy to the host takes from it.
-      d2h: seconds that each copy to the host takes itself.
+      lost: seconds that each copy which a task waits for takes from the computing.
+      late: of the other copies, for each way of the link, the seconds that each takes from
+        the computing, and its own.
+      queued: how many tasks are queued at once at most.
     """
-    out = [(min(lost, own), own) for lost, own in zip(lost_to_d2h, d2h, strict=True)]
-    # Of those beside the last task nothing is lost: they are as long as it together.
-    share = max((lost / own for lost, own in out if own), default=0.0)
-    beside_the_last = share * max(computing, default=0.0)
-    lost = max(0.0, sum(lost for lost, _ in out) - beside_the_last)
-    return sum(computing) + sum(lost_to_h2d) + lost
+    # Of each way, those first that take most for their time; more than that none need take.
+    ways = [
+        sorted(
+            ((min(x, own), own) for x, own in way if own > 0),
+            key=lambda copy: copy[0] / copy[1],
+        )
+        for way in late
+    ]
+    begun = [np.cumsum([(0.0, 0.0), *way[::-1]], axis=0).T for way in ways if way]
+    all_lost = sum(lost) + sum(float(x[-1]) for x, _ in begun)
+    unfinished = sum(sorted(computing)[-queued:])
+
+    def nothing_lost_to(seconds: float) -> float:
+        """What copies take in all that begin in so many seconds, at most."""
+        return sum(float(np.interp(seconds, own, x)) for x, own in begun)
+
+    # The longer a run takes, the more copies may begin when nothing is queued any more.
+    least, most = 0.0, all_lost
+    for _ in range(_HALVINGS):
+        more = (least + most) / 2
+        if more <= all_lost - nothing_lost_to(unfinished + more):
+            least = more
+        else:
+            most = more
+    return sum(computing) + least
 
 
 def least_seconds(

@@ -13,6 +13,7 @@ from jturnip.compiler.trials import Trials, try_out
 from jturnip.errors import HostMemoryError
 from jturnip.frontend import hints
 from jturnip.frontend.values import Equation
+from jturnip.graph.memgraph import OpKind
 from jturnip.graph.plan import Plan
 from jturnip.graph.taskgraph import Task, TaskGraph
 from jturnip.placement import Budget, Whose
@@ -28,6 +29,7 @@ from jturnip.programs.searching import better_order
 from jturnip.programs.setting import How
 from jturnip.runtime.link import SimulatedLink
 from jturnip.runtime.schedule import COMPUTE, D2H, H2D, Link, Schedule
+from jturnip.runtime.state import Limits
 from jturnip.units import format_bytes, padded
 
 
@@ -224,7 +226,7 @@ def _figures(found: Found, gpu_bytes: int, peak_bytes: int) -> Plan:
         found.least_seconds(), h2d / rates.h2d, d2h / rates.d2h, _slowed_seconds(found)
     )
     # The simulator adds the same numbers in another order.
-    at_least = min(run.seconds, least)
+    bound_seconds = min(run.seconds, least)
     return Plan(
         gpu_bytes=gpu_bytes,
         peak_bytes=peak_bytes,
@@ -233,7 +235,7 @@ def _figures(found: Found, gpu_bytes: int, peak_bytes: int) -> Plan:
         host_bytes=figures.host_peak_bytes(graph, memgraph),
         predicted_seconds=run.seconds,
         predicted_run=run,
-        lower_bound_seconds=at_least,
+        lower_bound_seconds=bound_seconds,
         strategy=found.strategy,
         task_order=found.order,
         repeated_tasks=len(found.tasks) - len(set(found.tasks)),
@@ -244,17 +246,24 @@ def _figures(found: Found, gpu_bytes: int, peak_bytes: int) -> Plan:
 
 def _slowed_seconds(found: Found) -> float:
     """What the tasks take at least, with what the copies of the plan take from them."""
-    ready, link = found.schedule, found.given.link
-    lost: dict[int, list[float]] = {H2D: [], D2H: []}
-    own: dict[int, list[float]] = {COMPUTE: [], H2D: [], D2H: []}
-    for engine, nbytes, seconds in zip(
-        ready.engines, ready.moves, ready.seconds, strict=True
+    ready, link, ops = found.schedule, found.given.link, found.memgraph.ops
+    computing = [
+        s for s, e in zip(ready.seconds, ready.engines, strict=True) if e == COMPUTE
+    ]
+    read = {i for op in ops if op.kind is OpKind.RUN for i in op.reads}
+    lost: list[float] = []
+    late: dict[int, list[tuple[float, float]]] = {H2D: [], D2H: []}
+    for op, engine, nbytes, own in zip(
+        ops, ready.engines, ready.moves, ready.seconds, strict=True
     ):
-        if engine in own:
-            own[engine].append(seconds)
-        if engine in lost:
-            lost[engine].append(link.lost_seconds(nbytes))
-    return bound.slowed_seconds(own[COMPUTE], lost[H2D], lost[D2H], own[D2H])
+        if engine not in late:
+            continue
+        if engine == H2D and not read.isdisjoint(op.writes):
+            lost.append(link.lost_seconds(nbytes))
+        else:
+            late[engine].append((link.lost_seconds(nbytes), own))
+    queued = Limits.on("gpu" if link.after_compute else "cpu").most_runs
+    return bound.slowed_seconds(computing, lost, list(late.values()), queued)
 
 
 def _host_room(candidate: Split) -> tuple[int, str]:

@@ -64,7 +64,8 @@ _COPIES = 1.6
 _WAITS = 1.5
 _WAYS_BESIDE = 3
 _LOOKED_BESIDE = 12
-# And no more after so many that were no faster than the best, or did not fit.
+# Once one fits, no more are looked at after so many in a row that were no faster than the
+# best, or did not fit.
 _NO_BETTER = 2
 # Nor after one that takes clearly less and moves little, of a function of more than so many
 # equations: each way takes seconds to compile.
@@ -159,7 +160,6 @@ def or_in_blocks(
     if not (scans or (may_gain and not loops)):
         return made
     sofar = Sofar(fits=True)
-    make = functools.partial(_or_none, setting, to_host, sofar)
     # Over more tasks it would be moved as well.
     most = math.inf if scans else len(flat.equations)
     others = (
@@ -167,52 +167,56 @@ def or_in_blocks(
         for ways in _ways(flat, setting, sofar)
         if not ways.in_tiles
     )
+
+    def make(cut: FlatJaxpr) -> Straight:
+        return for_any_call(functools.partial(straight, cut, setting), setting, to_host)
+
     enough = CLEARLY if len(flat.equations) > _LONG else 0.0
-    return _or_faster(made, others, make, enough)
+    return _or_faster(made, others, make, sofar, enough)
 
 
 def _or_faster(
     made: Straight,
     others: Iterator[Sequence[FlatJaxpr]],
-    make: Callable[[FlatJaxpr], Straight | None],
+    make: Callable[[FlatJaxpr], Straight],
+    sofar: Sofar,
     enough: float = 0.0,
 ) -> Straight:
     """What is made, or the fastest of some of its function in other ways.
 
     Args:
-      others: the function in these ways, some of which come together.
-      make: makes one, or gives None where it does not fit.
-      enough: in which share of the time one will do, if it moves little.
+      made: a plan for the function.
+      others: the function in other ways, some of which come together.
+      make: makes a plan for one, or raises.
+      sofar: is told by how much blocks were too large.
+      enough: the search ends with one that takes less than this share of the time and moves
+        little; 0 for never.
     """
     seconds = enough * made.plan.predicted_seconds
     found, no_better = [made], 0
     for together in itertools.islice(others, _LOOKED_BESIDE):
+        times: list[float] = []
+        before = len(found)
         for cut in together:
-            other = make(cut)
-            found += [] if other is None else [other]
-            no_better = 0 if _fastest(found) is other else no_better + 1
+            no_better += 1
+            try:
+                found.append(make(cut))
+            except DoesNotFit as error:
+                if are_blocks(error.task):
+                    times.append(error.needed_bytes / error.gpu_bytes)
+            except PlanningError:
+                pass
+            else:
+                if _fastest(found) is found[-1]:
+                    no_better = 0
+        if times and len(found) == before:
+            sofar.times = min(times)
         beside, best = len(found) - 1, _fastest(found)
         if beside >= _WAYS_BESIDE or (beside and no_better >= _NO_BETTER):
             break
         if best.plan.predicted_seconds < seconds and moves_little(best.plan, best.flat):
             break
     return _fastest(found)
-
-
-def _or_none(
-    setting: Setting, to_host: frozenset[int], sofar: Sofar, cut: FlatJaxpr
-) -> Straight | None:
-    """One plan for all tasks; None where it does not fit, of which who looks for other ways
-    is told."""
-    make = functools.partial(straight, cut, setting)
-    try:
-        return for_any_call(make, setting, to_host)
-    except DoesNotFit as error:
-        if are_blocks(error.task):
-            sofar.times = error.needed_bytes / error.gpu_bytes
-    except PlanningError:
-        pass
-    return None
 
 
 def or_in_tiles(

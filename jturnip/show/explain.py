@@ -75,19 +75,22 @@ def _limits(plan: Plan, run: RunReport) -> str:
     moved = f"{format_bytes(plan.h2d_bytes)} to the device and"
     moved += f" {format_bytes(plan.d2h_bytes)} to the host"
     tasks = f"the tasks take {format_seconds(compute)}"
-    stalled = run.stall_seconds
-    held_up = max(0.0, plan.predicted_seconds - compute - stalled)
     if plan.predicted_seconds <= _NEAR * compute:
         return f"Compute limits it: {tasks}; {predicted} are predicted for a call."
+    after = _seconds_after_tasks(plan, run)
+    idle = run.stall_seconds + after
+    held_up = max(0.0, plan.predicted_seconds - compute - idle)
     waits = (
-        f"for {format_seconds(stalled)} no task can run: what it reads is still on its way,"
-        f" and there was no room for it earlier ({moved})"
+        f"for {format_seconds(run.stall_seconds)} no task can run: what it reads is still"
+        f" on its way, and there was no room for it earlier ({moved})"
     )
+    if after > 0:
+        waits += f", and copies take {format_seconds(after)} after the last task"
     beside = (
         f"copies beside the tasks, and starting both, hold them up for"
         f" {format_seconds(held_up)}"
     )
-    if held_up > stalled:
+    if held_up > idle:
         return (
             "What copies take from the tasks limits it: the tasks alone would take"
             f" {format_seconds(compute)}, and {predicted} are predicted, because {beside};"
@@ -103,6 +106,14 @@ def _limits(plan: Plan, run: RunReport) -> str:
         f" {format_seconds(bound)}, and {predicted} are predicted, because {waits};"
         f" {beside}."
     )
+
+
+def _seconds_after_tasks(plan: Plan, run: RunReport) -> float:
+    """How long copies take in a run after its last task."""
+    ops = plan.memgraph.ops
+    ends = [(ops[op].kind, end) for op, end in zip(run.order, run.ends, strict=True)]
+    last = max((end for kind, end in ends if kind is OpKind.RUN), default=0.0)
+    return max((end for _, end in ends), default=last) - last
 
 
 # -- what is there at the peak ---------------------------------------------------------

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from jturnip.frontend.costs import HEAVY, DeviceRates
 from jturnip.frontend.stretches import Pass, Stretch, Stretches
-from jturnip.frontend.values import FlatJaxpr
+from jturnip.frontend.values import FlatJaxpr, entering, nbytes_of
 
 
 # What is saved is at least so many times what it takes to write down and read: both are
@@ -176,10 +176,8 @@ def _read_bytes(flat: FlatJaxpr, passes: Iterable[Pass], values: frozenset[int])
     """Bytes of some values that passes read and do not make, each time that they do."""
     nbytes = 0
     for each in passes:
-        equations = [flat.equations[i] for i in each.steps]
-        made = {v for e in equations for v in e.outputs}
-        read = {v for e in equations for v in e.reads} - made
-        nbytes += sum(flat.types[v].nbytes for v in values & read)
+        read = entering([flat.equations[i] for i in each.steps])
+        nbytes += nbytes_of(flat, values.intersection(read))
     return nbytes
 
 

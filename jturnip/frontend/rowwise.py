@@ -26,7 +26,7 @@ from jturnip.frontend.hints import gives_the_same_bits_again
 from jturnip.frontend.loops import other_loop, scan_counts, with_body
 from jturnip.frontend.results import live
 from jturnip.frontend.stretches import Stretch, Stretches
-from jturnip.frontend.values import Atom, Equation, FlatJaxpr, Type, nbytes_of
+from jturnip.frontend.values import Atom, Equation, FlatJaxpr, Type, entering, nbytes_of
 
 
 # A row of these takes no longer than its share of what all rows take. A barrier is where
@@ -90,7 +90,7 @@ def _is_worth_it(
 ) -> bool:
     """Whether what rows are made of takes no more than the rows do that need not be there
     then, or hardly."""
-    reads = {x for rows in made.values() for x in rows.reads(flat)}
+    reads = {x for rows in made.values() for x in rows.reads}
     there = {v for v in e.reads if v not in made}.union(staying)
     gone = nbytes_of(flat, made.keys() - reads)
     return gone > 0 and nbytes_of(flat, reads - there) <= _HARDLY_MORE * gone
@@ -111,19 +111,13 @@ def _rows_read(e: Equation, flat: FlatJaxpr, least: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """The rows of a value, and the equations that make one of them."""
+    """The rows of a value, the equations that make one of them, and what these read of
+    others."""
 
     value: int
     stretch: Stretch
     steps: tuple[int, ...]
-
-    def reads(self, flat: FlatJaxpr) -> list[int]:
-        """What the equations read of others."""
-        equations = [flat.equations[i] for i in self.steps]
-        written = {v for e in equations for v in e.outputs}
-        return list(
-            dict.fromkeys(v for e in equations for v in e.reads if v not in written)
-        )
+    reads: tuple[int, ...]
 
     def row(self, flat: FlatJaxpr, values: Mapping[int, Any], n: Any) -> Any:
         """Row `n` of the value, of what the equations read."""
@@ -163,7 +157,9 @@ class _Search:
             return None
         if self._is_made_again(v, steps, made) and self._takes_long(v, steps):
             return None
-        return _Rows(v, stretch, tuple(sorted(steps)))
+        in_order = tuple(sorted(steps))
+        reads = entering([flat.equations[i] for i in in_order])
+        return _Rows(v, stretch, in_order, reads)
 
     def _steps(self, v: int, stretch: Stretch) -> set[int]:
         """The equations of a stretch that make a value in parts."""
@@ -219,7 +215,7 @@ def _with_rows(
     """
     consts, carry, _ = scan_counts(e.origin)
     before = consts + carry
-    own = tuple(dict.fromkeys(x for each in made.values() for x in each.reads(flat)))
+    own = tuple(dict.fromkeys(x for each in made.values() for x in each.reads))
     scanned = [v for v in e.inputs[before:] if isinstance(v, int)]  # a number has no rows
     kept = tuple(v for v in scanned if v not in made)
     closed = e.origin.params["jaxpr"]
@@ -236,13 +232,10 @@ def _with_rows(
 
     given: tuple[Atom, ...] = (*own, *e.inputs[:before])
     types = [builder.type_of(v) for v in given]
-    types += [builder.type_of(v).part(0, 1) for v in kept]
-    structs = [t.struct() for t in types]
-    rows = [
-        jax.eval_shape(lambda x: lax.squeeze(x, (0,)), t) for t in structs[len(given) :]
-    ]
-    counter = Type((), np.dtype(np.int32)).struct()
-    body = jax.make_jaxpr(function)(*structs[: len(given)], *rows, counter)
+    rows = zip(scanned, closed.in_avals[before:], strict=True)
+    types += [Type.of(row) for v, row in rows if v not in made]
+    types.append(Type((), np.dtype(np.int32)))
+    body = jax.make_jaxpr(function)(*(t.struct() for t in types))
     length = e.origin.params["length"]
     numbers = jax.make_jaxpr(lambda: lax.iota(np.int32, length))()
     (count,) = builder.ours(numbers, (), e.within)

@@ -31,6 +31,7 @@ from jturnip.frontend.values import (
     Type,
     bind,
     carry_out,
+    entering,
 )
 
 
@@ -84,9 +85,7 @@ class _Making:
     @classmethod
     def of(cls, flat: FlatJaxpr, steps: Sequence[int]) -> "_Making":
         equations = tuple(flat.equations[i] for i in steps)
-        written = {v for e in equations for v in e.outputs}
-        needed = {v: None for e in equations for v in e.reads if v not in written}
-        return cls(equations, tuple(needed))
+        return cls(equations, entering(equations))
 
 
 def _only_read(e: Equation) -> list[int]:

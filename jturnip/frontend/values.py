@@ -156,6 +156,13 @@ def touched(e: Equation) -> set[int]:
     return {*e.reads, *e.outputs}
 
 
+def entering(equations: Sequence[Equation]) -> tuple[int, ...]:
+    """What some equations read that others make: each once, in the order in which it is
+    read."""
+    written = {v for e in equations for v in e.outputs}
+    return tuple(dict.fromkeys(v for e in equations for v in e.reads if v not in written))
+
+
 def is_key(dtype: Any) -> bool:
     """Whether it is the type of PRNG keys, which numpy does not have."""
     return not isinstance(dtype, np.dtype) and jnp.issubdtype(dtype, jax.dtypes.extended)

@@ -7,7 +7,14 @@ from typing import Any, TypeAlias
 
 from jturnip.errors import DoesNotFit
 from jturnip.frontend.loops import SMALL
-from jturnip.frontend.values import Equation, FlatJaxpr, Parts, first_source, values_of
+from jturnip.frontend.values import (
+    Equation,
+    FlatJaxpr,
+    Parts,
+    entering,
+    first_source,
+    values_of,
+)
 from jturnip.graph.memgraph import MemGraph
 from jturnip.graph.plan import Plan
 from jturnip.graph.taskgraph import TaskGraph
@@ -240,13 +247,10 @@ def _pieces(flat: FlatJaxpr) -> Iterator[Piece]:
 
 
 def _run(flat: FlatJaxpr, run: Sequence[Equation], needed: set[int]) -> Piece:
-    written = {v for e in run for v in e.outputs}
-    entering = {
-        v: None for e in run for v in e.inputs if isinstance(v, int) and v not in written
-    }
-    slices = [s for s in flat.slices if s.value in entering]
+    read = dict.fromkeys(entering(run))
+    slices = [s for s in flat.slices if s.value in read]
     cut = {s.value for s in slices}
-    needs = dict.fromkeys((*entering, *(s.source for s in slices)))
+    needs = dict.fromkeys((*read, *(s.source for s in slices)))
     constants = tuple((v, a) for v, a in flat.constants if v in needs)
     closed_over = {v for v, _ in constants}
     reads = tuple(v for v in needs if v not in cut and v not in closed_over)

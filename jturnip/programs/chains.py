@@ -1,9 +1,10 @@
 """Programs one after the other, and where what passes between them lies."""
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from jturnip.errors import DoesNotFit
 from jturnip.frontend.loops import SMALL
@@ -22,7 +23,7 @@ from jturnip.placement import NOTHING_KNOWN, Arguments, Budget, Whose
 from jturnip.programs import places
 from jturnip.programs.records import Chain, Program, Stage, all_constants
 from jturnip.programs.setting import Setting
-from jturnip.units import format_bytes, padded
+from jturnip.units import GRANULE, format_bytes, padded
 
 
 # What a loop carries is on the device if together it takes no more than this share of the
@@ -30,6 +31,8 @@ from jturnip.units import format_bytes, padded
 CARRIED = 4
 _WAITING = 16
 
+
+_Made = TypeVar("_Made")
 
 # Of what is jturnip's own in a budget (`placement.BOOKKEEPING`), the bytes that may be
 # numbers which bodies of loops and branches close over.
@@ -92,20 +95,52 @@ def chain(
     """
     arguments, arena = places.kept(setting.arguments, flat), setting.arena
     to_host |= places.at_home(flat, arguments, to_host)
-    returned, reserve = setting.how.returned, 0
+    returned = setting.how.returned
     setting = dataclasses.replace(setting, arguments=arguments)
     setting = setting.otherwise(returned=NOTHING_KNOWN)
     _refuse_what_is_there(flat, arguments, setting.budget)
+    pieces, known = tuple(_pieces(flat)), dict[Hashable, Program]()
     while True:
-        chain = _chain_beside(flat, setting, to_host, make_piece, reserve)
-        lacking = chain.plan.peak_bytes - arena - _INNER
-        if lacking > 0:
-            reserve += lacking
-            continue
+        beside = functools.partial(
+            _chain_beside, flat, pieces, setting, to_host, make_piece, known
+        )
+        chain = with_reserve(beside, lambda made: made.plan.peak_bytes - arena - _INNER)
         away = places.leaving(flat, arguments, to_host, returned, arena)
         if away <= to_host:
             return chain
         to_host |= away
+
+
+def with_reserve(make: Callable[[int], _Made], lacking: Callable[[_Made], int]) -> _Made:
+    """What is made with the least of a budget reserved that will do, or little more.
+
+    What is reserved may change nothing until it is much: so it grows by twice as much each
+    time if as much is lacking as before, and is halved where that was too much.
+
+    Args:
+      make: makes it with so many bytes reserved.
+      lacking: how many more must be, as what was made shows.
+
+    Raises:
+      DoesNotFit: from `make`, with no more reserved than must be.
+    """
+    reserve = least = step = before = 0
+    while True:
+        try:
+            made = make(reserve)
+        except DoesNotFit:
+            if reserve == least:
+                raise
+            half = (reserve - least) // 2
+            reserve = least + (half if half >= GRANULE else 0)
+            step = 0
+            continue
+        more = lacking(made)
+        if more <= 0:
+            return made
+        least = reserve + more
+        step = max(more, 2 * step if more >= before else 0)
+        reserve, before = reserve + step, more
 
 
 def _refuse_what_is_there(flat: FlatJaxpr, arguments: Arguments, budget: Budget) -> None:
@@ -126,17 +161,18 @@ def _refuse_what_is_there(flat: FlatJaxpr, arguments: Arguments, budget: Budget)
 
 def _chain_beside(
     flat: FlatJaxpr,
+    pieces: "Sequence[Piece]",
     setting: Setting,
     to_host: frozenset[int],
     make_piece: MakePiece,
+    known: dict[Hashable, Program],
     reserve: int,
     sent: frozenset[int] = frozenset(),
 ) -> Chain:
     """A chain in a budget of which `reserve` bytes are for what bodies close over. What
     pieces make and leave on the device is `sent` to host memory where a later one does not
-    fit beside it."""
+    fit beside it. What is `known` grows by their programs."""
     arguments, room = setting.arguments, setting.budget.room
-    pieces = list(_pieces(flat))
     last_use = _last_uses(flat, pieces)
     read_over = _read_by_driven(flat, pieces)
     always = places.constants_on_device(flat)
@@ -163,14 +199,20 @@ def _chain_beside(
         away = _away(flat, piece, ahead, 0 if setting.how.tight else room, to_host)
         away |= {at for at, v in enumerate(piece.writes) if v in sent}
         read = [mine[v] for v in piece.reads]
+        key = k, tuple(read), left.budget, away
         try:
-            made = make_piece(piece.work, read, left, away)
+            if key not in known:
+                known[key] = make_piece(piece.work, read, left, away)
         except DoesNotFit:
             made_before = (v for before in pieces[:k] for v in before.writes)
             there = {v for v in made_before if last_use[v] >= k and not held[v].on_host}
             if there <= sent:
                 raise
-            return _chain_beside(flat, setting, to_host, make_piece, reserve, sent | there)
+            sent |= there
+            return _chain_beside(
+                flat, pieces, setting, to_host, make_piece, known, reserve, sent
+            )
+        made = known[key]
         for v, on_host in zip(piece.writes, made.ends_on_host, strict=True):
             nbytes = flat.types[v].nbytes
             held[v] = Held(on_host, True, nbytes, f"a result of {_name(piece)}")

@@ -154,6 +154,40 @@ def test_a_loop_that_is_in_the_way_is_compiled_once(monkeypatch: pytest.MonkeyPa
     assert max(compiled.values()) <= 2
 
 
+def test_no_more_ways_are_looked_for_around_a_loop_that_is_in_the_way(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """By itself it could fit, if XLA never wrote down what it begins with. All that may be
+    looked at was so used up, and loops were not driven, which would have done."""
+    looked: list[int] = []
+    cut_along_axes = ways.cut_along_axes
+
+    def looking(*given: Any) -> Any:
+        looked.append(0)
+        for each in cut_along_axes(*given):
+            looked[-1] += 1
+            yield each
+
+    monkeypatch.setattr(ways, "cut_along_axes", looking)
+
+    def fn(x: Any, w: Any) -> Any:
+        body = lambda c, _: (jnp.sort(jnp.sort(c * 1.01, 0), 1) @ jnp.linalg.qr(c)[0], None)
+        c, _ = jax.lax.scan(body, 2 * x + 1, None, length=3)
+        return c.sum(), jnp.tanh(w[:, None] * w[None] + c[0, 0]) @ w
+
+    random = np.random.default_rng(0)
+    args = tuple(random.normal(size=n).astype(np.float32) for n in ((256, 256), 700))
+    results = jturnip.jit(fn, 800_000)(*jturnip.host(args))
+    # Sums of 65536 numbers, and of 700, each the end of three products of 256.
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-3),
+        results,
+        jax.jit(fn)(*args),
+    )
+    assert looked
+    assert max(looked) == 1
+
+
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many tasks were to be compiled, each time."""

@@ -4,7 +4,7 @@ A function is cut in one way after the other until one fits. What is in the way 
 the same loop in all of them, which is compiled once then.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,15 +79,18 @@ class Needs:
         budget: Budget,
         left: int,
         finest: Callable[[], Sequence[Group]],
+        among: Collection[int] | None = None,
     ) -> None:
-        """Refuses a function with an equation that is known to need more than is left
-        beside what is on the device anyway; `finest` gives the smallest tasks there can be.
+        """Refuses a function with an equation, of some or all, that is known to need more
+        than is left beside what is on the device anyway; `finest` gives the smallest tasks
+        there can be.
 
         Raises:
           DoesNotFit: the refusal of before, of this budget.
         """
         alone: set[int] = set()
-        for e, equation in enumerate(flat.equations):
+        for e in range(len(flat.equations)) if among is None else among:
+            equation = flat.equations[e]
             known = self._known.get(id(equation.origin))
             if known is not None and known.nbytes - partitioner.there(e) > left:
                 _refuse(known, budget)

@@ -179,6 +179,23 @@ def refuse_alone(flat: FlatJaxpr, setting: Setting, among: Collection[int]) -> N
             raise _refusal(graph, setting.budget, setting.device)
 
 
+def are_in_the_way(flat: FlatJaxpr, setting: Setting, among: Collection[int]) -> bool:
+    """Whether some equations, which are as they are in whatever way a function is cut, are
+    known to be too large by what was compiled before: so none of the ways fits."""
+    arguments, how = kept(setting.arguments, flat), setting.how
+    if how.thorough or not among:
+        return False
+    there = values_that_stay(flat, arguments)
+    partitioner = Partitioner(flat, setting.rates, there)
+    left = setting.arena - sum(padded(flat.types[v].nbytes) for v in there)
+    finest = lambda: _finest(flat, partitioner, arguments, how.repeated)
+    try:
+        how.needs.refuse(flat, partitioner, setting.budget, left, finest, among)
+    except DoesNotFit:
+        return True
+    return False
+
+
 def with_resident(split: Split, chosen: Collection[BufferId]) -> Split:
     """The same with more arrays in host memory that are on the device while it runs again
     and again, since they are the same each time.

@@ -116,8 +116,10 @@ def in_fastest_way(flat: FlatJaxpr, setting: Setting, to_host: Collection[int]) 
     if key in how.known:
         with contextlib.suppress(DoesNotFit):
             return make(how.known[key][-1])
-    splitting.refuse_alone(flat, setting, _uncut_loops(flat, setting))
-    compared = _Compared(flat, make, how.any_plan)
+    uncut = _uncut_loops(flat, setting)
+    splitting.refuse_alone(flat, setting, uncut)
+    hopeless = functools.partial(splitting.are_in_the_way, flat, setting, uncut)
+    compared = _Compared(flat, make, how.any_plan, hopeless)
     if places.bytes_at_start(flat, setting.arguments) <= setting.arena:
         ways = functools.partial(_ways, flat, setting, compared.sofar)
         compared.look(ways())
@@ -297,6 +299,8 @@ class _Compared:
     make: Callable[..., Straight]
     # Whether any plan will do.
     any_plan: bool
+    # Whether what was refused shows that no way fits.
+    hopeless: Callable[[], bool] = lambda: False
     found: list[Straight] = field(default_factory=list)
     # Those of `found` that the last look found.
     new: list[Straight] = field(default_factory=list)
@@ -324,6 +328,8 @@ class _Compared:
                 break
             fit = self._of(together)
             if not fit:
+                if not self.found and self.refusals and self.hopeless():
+                    break
                 continue
             looked += fit
             if together.cut:

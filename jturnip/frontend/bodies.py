@@ -24,7 +24,7 @@ from jturnip.frontend.values import (
     Equation,
     FlatJaxpr,
     bind,
-    carry_out,
+    evaluated,
     nbytes_of,
 )
 
@@ -140,17 +140,10 @@ class _Bodies:
             return closed, ()
         structs = [flat.types[v].struct() for v in flat.inputs]
         how = deeper, how, by_rows is not flat
-        return jax.make_jaxpr(functools.partial(_evaluated, made))(*structs), how
+        return jax.make_jaxpr(functools.partial(evaluated, made))(*structs), how
 
 
 def _bytes_outside(e: Equation, flat: FlatJaxpr) -> int:
     """What is there all the time: operands, and results that do not take their place."""
     carried = loop_counts(e.origin)[1] if e.name in LOOPS else 0
     return nbytes_of(flat, {*e.reads, *e.outputs[carried:]})
-
-
-def _evaluated(flat: FlatJaxpr, *operands: Any) -> list[Any]:
-    values = dict(zip(flat.inputs, operands, strict=True))
-    values.update(flat.constants)
-    carry_out(flat.equations, values)
-    return [values[v] for v in flat.result_values]

@@ -5,6 +5,7 @@
 | `inline` | calls inlined, references drawn together |
 | `unrolling`, `whiles` | (within that) several iterations of a stencil's loop in one |
 | `merging.merged` | (within that) what is computed twice, once |
+| `unread.without_unread` | (within that) loops without what nobody reads of them |
 | `streaming.streamed` | what does not fit in parts along its rows: scans, host arrays |
 | `hoisting` | (within that) what a driven loop makes in each iteration, once before it |
 | `tables.rows_by_host` | (within that) rows of tables in host memory, read by the host |

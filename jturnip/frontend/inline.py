@@ -23,7 +23,7 @@ from jturnip.frontend.builder import Builder
 from jturnip.frontend.counting import Counts
 from jturnip.frontend.empty import without_empty
 from jturnip.frontend.foreign import Foreign
-from jturnip.frontend.loops import done_once
+from jturnip.frontend.loops import done_once, reading_less
 from jturnip.frontend.values import Atom, Constant, FlatJaxpr, Type, called, source_line
 
 
@@ -152,8 +152,8 @@ class _Inliner:
             return self._solved(eqn, operands, calls)
         _check(eqn, calls)
         expanded = compat.expanded(eqn) or ffts.one_by_one(eqn, self._largest_fft)
-        expanded = expanded or without_empty(eqn) or done_once(eqn) or self._instead(eqn)
-        expanded = expanded or self._foreign.written_out(eqn)
+        expanded = expanded or without_empty(eqn) or done_once(eqn) or reading_less(eqn)
+        expanded = expanded or self._instead(eqn) or self._foreign.written_out(eqn)
         if expanded is not None:
             return self.call(expanded, operands, (*calls, eqn))
         chosen = self._chosen(eqn)

@@ -34,7 +34,7 @@ from jturnip.frontend.values import Constant, Equation, FlatJaxpr, Type, bind
 
 # What is done again for every part may be this share of the work. What only gives other
 # shapes or places to what is read, as a layer's weights out of all, is done by its reader.
-_AGAIN = 1 / 16
+_AGAIN = 1 / 4
 _BY_READERS = RENAMING | frozenset(
     "broadcast_in_dim convert_element_type copy dynamic_slice rev slice transpose".split()
 )

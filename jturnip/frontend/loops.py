@@ -27,7 +27,7 @@ from jax.extend.core import Var, jaxpr_as_fun
 from jturnip.frontend import costs
 from jturnip.frontend.costs import DeviceRates
 from jturnip.frontend.memory_model import inner_bytes, temporary_bytes
-from jturnip.frontend.values import Atom, Constant, Equation, FlatJaxpr, Type
+from jturnip.frontend.values import Atom, Constant, Equation, FlatJaxpr, Type, bind
 
 
 # An array smaller than this is not worth cutting.
@@ -132,6 +132,47 @@ def done_once(eqn: Any) -> Any:
 
     with eqn.ctx.manager:
         return jax.make_jaxpr(function)(*(Type.of(v.aval).struct() for v in eqn.invars))
+
+
+def reading_less(eqn: Any) -> Any:
+    """A loop without the constants and the rows that its body does not read, as a jaxpr of
+    all operands; None for one that reads all, and for any other equation. JAX hands on to a
+    loop what one that it was made of had, and what only another form of it reads."""
+    if eqn.primitive.name not in LOOPS or eqn.effects:
+        return None
+    params = eqn.params
+    if eqn.primitive.name == "scan":
+        bodies = [("jaxpr", *scan_counts(eqn)[:2])]
+    else:
+        asked, consts = params["cond_nconsts"], params["body_nconsts"]
+        carry = len(eqn.outvars)
+        bodies = [("cond_jaxpr", asked, carry), ("body_jaxpr", consts, carry)]
+    read, counts, less = list[int](), list[int](), dict[str, Any]()
+    before = 0
+    for name, consts, carry in bodies:
+        jaxpr = params[name].jaxpr
+        used = {v for e in jaxpr.eqns for v in e.invars if isinstance(v, Var)}
+        used.update(v for v in jaxpr.outvars if isinstance(v, Var))
+        carried = range(consts, consts + carry)
+        kept = [i for i, v in enumerate(jaxpr.invars) if i in carried or v in used]
+        invars = [jaxpr.invars[i] for i in kept]
+        less[name] = params[name].replace(jaxpr=jaxpr.replace(invars=invars))
+        counts.append(sum(i < consts for i in kept))
+        read += [before + i for i in kept if name == "jaxpr" or i < consts]
+        before += consts
+    if eqn.primitive.name == "while":
+        read += range(before, len(eqn.invars))
+        changed = {**less, "cond_nconsts": counts[0], "body_nconsts": counts[1]}
+        function = lambda *operands: bind(eqn, operands, **changed)
+    else:
+        function = with_body(eqn, less["jaxpr"], counts[0])
+    if len(read) == len(eqn.invars):
+        return None
+
+    def loop(*operands: Any) -> Sequence[Any]:
+        return function(*(operands[i] for i in read))
+
+    return jax.make_jaxpr(loop)(*(Type.of(v.aval).struct() for v in eqn.invars))
 
 
 def iterations(eqn: Any) -> int | None:

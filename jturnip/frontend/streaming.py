@@ -38,6 +38,7 @@ from jturnip.frontend.results import Forwarded, may_be
 from jturnip.frontend.rules import COMBINED, SCATTERS, Along, Rule, without_halos
 from jturnip.frontend.stacks import Made, Spread, Stack, Value
 from jturnip.frontend.tables import reads_rows, rows_by_host
+from jturnip.frontend.unread import without_unread
 from jturnip.frontend.unrolling import is_stencil, several_at_once
 from jturnip.frontend.values import (
     Atom,
@@ -85,12 +86,12 @@ class Seen:
     unrolled: list[Any] = field(default_factory=list)
 
     def inline(self, closed: Any, condition: Condition | None = None) -> FlatJaxpr:
-        """What `inline` and `merged` make of a jaxpr."""
+        """What `inline`, `merged` and `without_unread` make of a jaxpr."""
         key = id(closed), id(condition)
         if key not in self.inlined:
             how = self.platform, self.largest_fft, self._unrolled, self.foreign
-            inlined = inline(closed, condition, *how)
-            self.inlined[key] = (closed, condition), merged(inlined)
+            flat = merged(inline(closed, condition, *how))
+            self.inlined[key] = (closed, condition), without_unread(flat, self.inline)
         return self.inlined[key][1]
 
     def is_unrolled(self, eqn: Any) -> bool:

@@ -321,6 +321,14 @@ class FlatJaxpr:
         return self.types[what] if isinstance(what, int) else what.type
 
 
+def evaluated(flat: FlatJaxpr, *operands: Any) -> list[Any]:
+    """The results of a function, of its arguments."""
+    values = dict(zip(flat.inputs, operands, strict=True))
+    values.update(flat.constants)
+    carry_out(flat.equations, values)
+    return [values[v] for v in flat.result_values]
+
+
 def nbytes_of(flat: FlatJaxpr, values: Collection[int]) -> int:
     """Bytes that some values take on the device."""
     return sum(padded(flat.types[v].nbytes) for v in values)

@@ -26,11 +26,12 @@ from jturnip.programs.records import (
     Rows,
     Straight,
     all_constants,
+    expected_seconds,
 )
 from jturnip.programs.setting import Function, Setting
 from jturnip.programs.splitting import spread_evenly
 from jturnip.programs.staying import rooms_beside
-from jturnip.programs.ways import straight, waits
+from jturnip.programs.ways import or_in_blocks, straight, waits
 from jturnip.units import padded
 
 
@@ -110,6 +111,7 @@ def _loop(
     often = setting.otherwise(repeated=True)
     make = _BodyMaker(function, constants, carried, often, make_program)
     on_host, body, unread = _in_their_places(make, on_host)
+    body = make.in_blocks(body, on_host, unread)
     state = make.state(on_host)
     asked = arguments_of(arguments, [*constants[:of_condition], *(h.kept() for h in state)])
     beside = bytes_on_device(constants[of_condition:])
@@ -155,8 +157,8 @@ class _BodyMaker:
 
     def body(self, on_host: Sequence[bool], unread: int) -> Program:
         """The body, beside so many bytes of carried values that it does not know."""
-        to_host = frozenset([0, *(i + 1 for i, away in enumerate(on_host) if away)])
-        return self.make_program(self.function, self._own(on_host, unread), to_host)
+        own = self._own(on_host, unread)
+        return self.make_program(self.function, own, self._to_host(on_host))
 
     def small_body(self, unread: int) -> Straight:
         """The same of a few tasks, with all carried values on the device."""
@@ -166,6 +168,10 @@ class _BodyMaker:
             raise TooManyTasks
         return straight(flat, own, frozenset([0]), _FEW_TASKS)
 
+    def _to_host(self, on_host: Sequence[bool]) -> frozenset[int]:
+        """Positions of results that must end in host memory: first whether it goes on."""
+        return frozenset([0, *(i + 1 for i, away in enumerate(on_host) if away)])
+
     def _own(self, on_host: Sequence[bool], unread: int) -> Setting:
         held = [*self.constants, *self.state(on_host)]
         arguments = arguments_of(self.setting.arguments, held)
@@ -174,6 +180,21 @@ class _BodyMaker:
     def keeping(self, body: Program, unread: int) -> Program:
         """A body that keeps on the device what it reads in each iteration."""
         return keeping(body, self.setting.budget.beside(unread), self.setting.how)
+
+    def in_blocks(self, body: Program, on_host: Sequence[bool], unread: int) -> Program:
+        """A body; or the same in blocks, with all that it takes and gives where it is."""
+        if not isinstance(body, Straight):
+            return body
+        own = self._own(on_host, unread).otherwise(axes=True)
+        other = or_in_blocks(body, self.function, own, self._to_host(on_host))
+        if other is body:
+            return body
+        other = self.keeping(other, unread)
+        if other.ends_on_host != body.ends_on_host:
+            return body
+        if self.unread_bytes(other, on_host) > unread:
+            return body
+        return min(body, other, key=expected_seconds)
 
     def unread_bytes(self, body: Program, on_host: Sequence[bool]) -> int:
         """Bytes on the device of carried values that a body does not know."""

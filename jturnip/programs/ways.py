@@ -162,10 +162,16 @@ def or_in_blocks(
     if not (scans or (may_gain and not loops)):
         return made
     sofar = Sofar(fits=True)
-    # Over more tasks it would be moved as well.
-    most = math.inf if scans else len(flat.equations)
+    # Over more tasks it would be moved as well, but data that does not fit may be read once
+    # in each iteration.
+    most = math.inf if scans or how.repeated else len(flat.equations)
+    same = len(made.flat.equations)
     others = (
-        [cut for cut in ways.cut if len(cut.equations) <= most and not ways.doubtful]
+        [
+            cut
+            for cut in ways.cut
+            if same != len(cut.equations) <= most and not ways.doubtful
+        ]
         for ways in _ways(flat, setting, sofar)
         if not ways.in_tiles
     )

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import assert_same, some_numbers, tower
+from checks import assert_bitwise, assert_same, some_numbers, tower
 from flat import evaluated, flat_of
 from hypothesis import given, settings, strategies as st
 
@@ -563,6 +563,36 @@ def test_what_begins_something_new_is_not_joined_with_what_ends_before_it(lookup
     assert_groups_are_right(flat, groups)
     of_batches = [set(group.inputs).intersection(flat.inputs) for group in groups]
     assert max(map(len, of_batches)) == 1
+
+
+def found_by_halves(table: Any, asked: Any, rows: Any) -> Any:
+    """A binary search as `jnp.searchsorted` does it, and rows at the places it finds."""
+    low, high = jnp.zeros(asked.shape, jnp.int32), jnp.full(asked.shape, len(table))
+    for _ in range(len(table).bit_length()):
+        middle = (low + high) // 2
+        is_left = asked < table[middle]
+        low, high = jnp.where(is_left, low, middle), jnp.where(is_left, middle, high)
+    return rows[high]
+
+
+def test_a_task_has_no_long_chain_of_lookups():
+    """XLA for the CPU took 108 s to compile one."""
+    flat = flat_of(found_by_halves, x32(1000), x32(1000), x32(1000, 8))
+    groups = Partitioner(flat, FAST).partition(1 << 30)
+    assert_groups_are_right(flat, groups)
+    lookups = [sum(flat.equations[e].name == "gather" for e in g.equations) for g in groups]
+    assert sum(lookups) == 11
+    assert max(lookups) == 4
+    args = [jnp.sort(x32(1000)), x32(1000), x32(1000, 8)]
+    assert_bitwise(evaluate(flat, groups, args), [jax.jit(found_by_halves)(*args)])
+
+
+def test_lookups_that_do_not_follow_one_another_are_one_task():
+    def fn(table: Any, places: Any) -> Any:
+        return sum(table[(places + k) % 1000] for k in range(12))
+
+    flat = flat_of(fn, x32(1000), jnp.arange(1000))
+    assert len(Partitioner(flat, FAST).partition(1 << 30)) == 1
 
 
 def test_a_large_broadcast_is_repeated_by_its_readers():

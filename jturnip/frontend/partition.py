@@ -18,7 +18,7 @@ little: they read the same bytes, and nothing is written down.
 import bisect
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from jturnip.frontend.costs import (
@@ -57,6 +57,11 @@ _COPIES = 2
 # So many small equations are one task at most: XLA took 34 s for one of 4,222, which had to
 # be cut afterwards, and one for 467 of them.
 _MOST_TOGETHER = 500
+# So many lookups follow one another in a task at most, each at places that the last one
+# gives. A binary search has more, and is a loop in a whole function. Of one that is taken
+# apart, with rows at what it finds, XLA for the CPU makes each lookup anew for each of the
+# next ones: of 6, 8 and 15 it took 0.1, 1.7 and 108 s to compile that.
+_LOOKUPS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +118,9 @@ class Partitioner:
             if e not in self._repeated:
                 self._order.append(e)
         self._position = {e: at for at, e in enumerate(self._order)}
+        self._lookups = [
+            at for at, e in enumerate(self._order) if flat.equations[e].name == "gather"
+        ]
         self._model = Model(flat, self._order, self._reads, staying)
         self._last_use = self._model.last_use
 
@@ -335,7 +343,45 @@ class Partitioner:
             inner = _between(fixed, lowest, highest)
             cuts.add(self._cheapest_cut(one, inner[-1] if inner else lowest, highest))
         ordered = sorted(cuts)
-        return [(a, b) for a, b in itertools.pairwise(ordered) if a < b]
+        segments = [(a, b) for a, b in itertools.pairwise(ordered) if a < b]
+        return list(itertools.chain.from_iterable(map(self._in_short_chains, segments)))
+
+    def _in_short_chains(self, segment: tuple[int, int]) -> Iterator[tuple[int, int]]:
+        """A segment, cut where a chain of lookups is too long for one task."""
+        begin, end = segment
+        while self._looks_up_often(begin, end):
+            depths = enumerate(self._depths(begin, end), begin)
+            cut = next(at for at, depth in depths if depth > _LOOKUPS)
+            yield begin, cut
+            begin = cut
+        yield begin, end
+
+    def _looks_up_often(self, begin: int, end: int) -> bool:
+        """Whether a chain of lookups is too long for one task."""
+        count = bisect.bisect_left(self._lookups, end)
+        count -= bisect.bisect_left(self._lookups, begin)
+        return count > _LOOKUPS and max(self._depths(begin, end)) > _LOOKUPS
+
+    def _depths(self, begin: int, end: int) -> Iterator[int]:
+        """Of each equation of a segment, how many lookups follow one another up to it, each
+        at places that depend on the last one."""
+        depth: dict[int, int] = {}
+        for e in self._order[begin:end]:
+            equation = self._flat.equations[e]
+            deepest = max((depth.get(v, 0) for v in self._reads[e]), default=0)
+            if equation.name == "gather":
+                _, places = equation.inputs
+                behind = self._behind(places) if isinstance(places, int) else ()
+                places_depth = max((depth.get(v, 0) for v in behind), default=0)
+                deepest = max(deepest, places_depth + 1)
+            yield deepest
+            if equation.name not in WRITTEN:
+                depth.update(dict.fromkeys(equation.outputs, deepest))
+
+    def _behind(self, value: int) -> Collection[int]:
+        """A value; or what repeating it takes, if it is repeated."""
+        writer = self._writer.get(value, -1)
+        return self._reads[writer] if writer in self._repeated else (value,)
 
     def _cheapest_cut(self, begin: int, lowest: int, highest: int) -> int:
         """The position in [lowest, highest] that the fewest bytes written since `begin`
@@ -379,6 +425,8 @@ class Partitioner:
                     or not self._reads_from(ended, after)
                 )
             small_enough = small_before or (small and not begins)
+            if before is not None and small_enough:
+                small_enough = not self._looks_up_often(before.begin, end)
             if before is not None and small_enough and not alone_before & alone:
                 before.grow(end)
                 alone_before |= alone

@@ -101,6 +101,40 @@ def test_all_that_is_read_stays():
     assert len(loop.outputs) == 3
 
 
+def scanned_in_64_bits(x: Any) -> Any:
+    with jax.enable_x64(True):
+        start = x[0].astype(jnp.float64)
+        body = lambda c, _: ((c[0] * 0.5, c[1] + c[0]), None)
+        v = lax.scan(body, (start, start), None, length=5)[0][0].astype(jnp.float32)
+    return v
+
+
+def repeated_in_64_bits(x: Any) -> Any:
+    with jax.enable_x64(True):
+        start = x[0].astype(jnp.float64)
+        body = lambda c: (c[0] * 0.5, c[1] + c[0])
+        v = lax.while_loop(lambda c: c[0].max() > 0.1, body, (start, start))[0]
+        v = v.astype(jnp.float32)
+    return v
+
+
+@pytest.mark.parametrize("fn", [scanned_in_64_bits, repeated_in_64_bits])
+def test_loops_in_other_types_than_what_is_around_them_stay_as_they_are(fn: Any):
+    """They cannot be traced again without these types."""
+
+    def around(x: Any) -> Any:
+        v = fn(x)
+        for _ in range(4):
+            x = jnp.sin(x @ x) / 9 + v
+        return x
+
+    x = np.random.default_rng(0).normal(size=(320, 320)).astype(np.float32)
+    f = jturnip.jit(around, int(0.8 * unconstrained_peak(around, x)))
+    # Products of 320 numbers, four times after one another.
+    assert_same(f(x), jax.jit(around)(x), ulps=256)
+    assert f.last_run.strategy != "whole"
+
+
 def test_what_a_loop_does_besides_is_done():
     """Nobody reads what it gives, but it tells the host."""
     seen: list[float] = []

@@ -29,7 +29,7 @@ from jturnip.frontend.loops import loop_counts, scanned
 from jturnip.frontend.results import live
 from jturnip.frontend.rules import SAME, Along, Rule, without
 from jturnip.frontend.sets import Joined
-from jturnip.frontend.values import Constant, Equation, FlatJaxpr, Type, bind
+from jturnip.frontend.values import Constant, Equation, FlatJaxpr, Type, bind, needs_x64
 
 
 # What is done again for every part may be this share of the work. What only gives other
@@ -112,13 +112,15 @@ def _body_of(
     context: Hashable,
 ) -> Body | None:
     del context  # what the rules depend on
+    if needs_x64(map(Type.of, (*closed.in_avals, *closed.out_avals))):
+        return None
     if condition is not None:
         closed = _with_condition(closed, *condition)
     try:
         flat = inline(closed)
     except UnsupportedError:
         return None
-    if flat.constants:
+    if flat.constants or needs_x64(flat.types):
         return None
     joined, whole = Joined[tuple[int, int]](), set[tuple[int, int]]()
     of_equation = rules(flat)

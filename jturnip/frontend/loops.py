@@ -27,7 +27,15 @@ from jax.extend.core import Var, jaxpr_as_fun
 from jturnip.frontend import costs
 from jturnip.frontend.costs import DeviceRates
 from jturnip.frontend.memory_model import inner_bytes, temporary_bytes
-from jturnip.frontend.values import Atom, Constant, Equation, FlatJaxpr, Type, bind
+from jturnip.frontend.values import (
+    Atom,
+    Constant,
+    Equation,
+    FlatJaxpr,
+    Type,
+    bind,
+    needs_x64,
+)
 
 
 # An array smaller than this is not worth cutting.
@@ -141,6 +149,7 @@ def reading_less(eqn: Any) -> Any:
     if eqn.primitive.name not in LOOPS or eqn.effects:
         return None
     params = eqn.params
+    bodies: list[tuple[str, int, int]]
     if eqn.primitive.name == "scan":
         bodies = [("jaxpr", *scan_counts(eqn)[:2])]
     else:
@@ -167,6 +176,9 @@ def reading_less(eqn: Any) -> Any:
     else:
         function = with_body(eqn, less["jaxpr"], counts[0])
     if len(read) == len(eqn.invars):
+        return None
+    made = (v for each in less.values() for e in each.jaxpr.eqns for v in e.outvars)
+    if needs_x64(Type.of(v.aval) for v in (*eqn.invars, *eqn.outvars, *made)):
         return None
 
     def loop(*operands: Any) -> Sequence[Any]:

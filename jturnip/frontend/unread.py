@@ -15,7 +15,7 @@ import jax
 
 from jturnip.frontend.loops import LOOPS, loop_counts, other_loop, scanned
 from jturnip.frontend.results import live
-from jturnip.frontend.values import Equation, FlatJaxpr, bind, evaluated
+from jturnip.frontend.values import Equation, FlatJaxpr, bind, evaluated, needs_x64
 
 
 # Inlines a jaxpr, with none of its loops giving more than is read.
@@ -24,8 +24,8 @@ _Inline: TypeAlias = Callable[[Any], FlatJaxpr]
 
 def without_unread(flat: FlatJaxpr, inline: _Inline) -> FlatJaxpr:
     """The program with loops that give only what is read of them, and carry only what that
-    takes, and without equations that nobody reads; itself where that changes no loop.
-    Loops with effects stay as they are.
+    takes. Where that changes a loop, equations that nobody reads go too; else it is itself.
+    Loops with effects stay as they are, and those that cannot be traced again.
 
     Args:
       flat: the program, without calls in it.
@@ -62,6 +62,8 @@ def _giving(
     else:
         asked, body = inline(params["cond_jaxpr"]), inline(params["body_jaxpr"])
         first = params["body_nconsts"]
+    if needs_x64((*body.types, *(asked.types if asked else ()))):
+        return None
     kept = {i for i, read in enumerate(is_read) if read}
     if asked is not None:
         kept |= _carried(asked, params["cond_nconsts"], carry)

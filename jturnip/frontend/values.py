@@ -321,6 +321,14 @@ class FlatJaxpr:
         return self.types[what] if isinstance(what, int) else what.type
 
 
+def needs_x64(types: Iterable[Type]) -> bool:
+    """Whether some are of 64 bits where JAX would trace them with 32: the user had other
+    types for a part of the function only (`jax.enable_x64`)."""
+    canonical = jax.dtypes.canonicalize_dtype
+    arrays = (t.dtype for t in types if isinstance(t.dtype, np.dtype))
+    return any(canonical(dtype) != dtype for dtype in arrays)
+
+
 def evaluated(flat: FlatJaxpr, *operands: Any) -> list[Any]:
     """The results of a function, of its arguments."""
     values = dict(zip(flat.inputs, operands, strict=True))

@@ -115,7 +115,9 @@ def with_reserve(make: Callable[[int], _Made], lacking: Callable[[_Made], int]) 
     """What is made with the least of a budget reserved that will do, or little more.
 
     What is reserved may change nothing until it is much: so it grows by twice as much each
-    time if as much is lacking as before, and is halved where that was too much.
+    time if as much is lacking as before, and is halved where that was too much. Less than
+    what was tried, and what was lacking then, is not tried again: more reserved leaves no
+    more lacking, as a rule.
 
     Args:
       make: makes it with so many bytes reserved.

@@ -181,16 +181,18 @@ def refuse_alone(flat: FlatJaxpr, setting: Setting, among: Collection[int]) -> N
 
 def are_in_the_way(flat: FlatJaxpr, setting: Setting, among: Collection[int]) -> bool:
     """Whether some equations, which are as they are in whatever way a function is cut, are
-    known to be too large by what was compiled before: so none of the ways fits."""
+    known to be too large whatever they write over, by what was compiled before: then each
+    way would be refused for them."""
     arguments, how = kept(setting.arguments, flat), setting.how
     if how.thorough or not among:
         return False
     there = values_that_stay(flat, arguments)
     partitioner = Partitioner(flat, setting.rates, there)
     left = setting.arena - sum(padded(flat.types[v].nbytes) for v in there)
-    finest = lambda: _finest(flat, partitioner, arguments, how.repeated)
     try:
-        how.needs.refuse(flat, partitioner, setting.budget, left, finest, among)
+        # What was too large alone may write over more where it is cut otherwise: so that
+        # does not count here.
+        how.needs.refuse(flat, partitioner, setting.budget, left, tuple, among)
     except DoesNotFit:
         return True
     return False

@@ -149,7 +149,9 @@ def or_in_blocks(
     how = setting.how
     if not isinstance(made, Straight) or not how.compares_ways or not how.axes:
         return made
-    may_gain = waits(made) and not moves_little(made.plan, made.flat)
+    # What each iteration of a loop moves twice it had better move once.
+    times = 1 if how.repeated else _MUCH
+    may_gain = waits(made) and not moves_little(made.plan, made.flat, times)
     may_gain |= _writes_down_much(made, setting.rates)
     if len(made.split.graph.tasks) > _SOME_TASKS:
         return made
@@ -165,7 +167,7 @@ def or_in_blocks(
     # Over more tasks it would be moved as well, but data that does not fit may be read once
     # in each iteration.
     most = math.inf if scans or how.repeated else len(flat.equations)
-    same = len(made.flat.equations)
+    same = len(made.flat.equations)  # as it is made already
     others = (
         [
             cut

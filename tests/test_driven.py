@@ -324,6 +324,7 @@ def fitted_to_data(w: Any, x: Any, y: Any, turns: Any) -> Any:
     return lax.while_loop(lambda state: state[0] < turns, body, (0, w))[1]
 
 
+@pytest.mark.long
 def test_data_that_does_not_fit_is_read_once_in_an_iteration():
     """Some rows at a time, forwards and backwards. Done one operation after the other, an
     iteration moved 4.7 times as much."""

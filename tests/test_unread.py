@@ -230,6 +230,7 @@ def smoothed(weights: Any, noise: Any, seen: Any) -> Any:
     return lax.scan(backward, mean, (means, covs), reverse=True)[1][0].swapaxes(0, 1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("share", [2, 4])
 def test_series_are_smoothed_in_a_part_of_what_they_need(share: int):
     """In a quarter it was refused, in a half its scans became a thousand tasks."""

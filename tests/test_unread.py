@@ -101,6 +101,18 @@ def test_all_that_is_read_stays():
     assert len(loop.outputs) == 3
 
 
+def test_a_loop_that_cannot_be_taken_apart_stays_as_it_is():
+    def fn(x: Any, series: Any) -> Any:
+        def step(x: Any, row: Any) -> Any:
+            jax.lax.create_token()
+            return x + row, x @ x.T
+
+        return lax.scan(step, x, series)[0]
+
+    (loop,) = loops_of(flat_of(fn, NUMBERS, SERIES))
+    assert len(loop.outputs) == 2
+
+
 def scanned_in_64_bits(x: Any) -> Any:
     with jax.enable_x64(True):
         start = x[0].astype(jnp.float64)

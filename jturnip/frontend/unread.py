@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 import jax
 
+from jturnip.errors import UnsupportedError
 from jturnip.frontend.loops import LOOPS, loop_counts, other_loop, scanned
 from jturnip.frontend.results import live
 from jturnip.frontend.values import Equation, FlatJaxpr, bind, evaluated, needs_x64
@@ -57,11 +58,14 @@ def _giving(
     consts, carry, _ = loop_counts(e.origin)
     params = e.origin.params
     asked = None
-    if e.name == "scan":
-        body, first = inline(params["jaxpr"]), consts
-    else:
-        asked, body = inline(params["cond_jaxpr"]), inline(params["body_jaxpr"])
-        first = params["body_nconsts"]
+    try:
+        if e.name == "scan":
+            body, first = inline(params["jaxpr"]), consts
+        else:
+            asked, body = inline(params["cond_jaxpr"]), inline(params["body_jaxpr"])
+            first = params["body_nconsts"]
+    except UnsupportedError:
+        return None  # it may stay whole
     if needs_x64((*body.types, *(asked.types if asked else ()))):
         return None
     kept = {i for i, read in enumerate(is_read) if read}

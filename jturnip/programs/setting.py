@@ -1,6 +1,6 @@
 """What a program is made of, and for."""
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,6 +22,10 @@ from jturnip.programs import attempts, devices
 from jturnip.programs.needs import Needs
 from jturnip.runtime.link import SimulatedLink
 from jturnip.runtime.schedule import Link
+
+
+# Stands for ways that are left out (`How.left_out`).
+WAYS = "ways"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +54,15 @@ class How:
     # Which attempts are made (`attempts.streaming`): those inside a loop are its own.
     attempts: tuple[int, ...] = tuple(range(attempts.ATTEMPTS))
     # Whether attempts that make very many equations are left out, since other ways come
-    # before them; and those that were.
+    # before them.
     few: bool = True
-    left_out: set[int] = field(default_factory=set[int], compare=False, hash=False)
+    # Whether all ways are looked for to cut what is around a loop that was too large in one
+    # of them: at last.
+    every_way: bool = False
+    # The attempts that were left out, and `WAYS`.
+    left_out: set[Hashable] = field(
+        default_factory=set[Hashable], compare=False, hash=False
+    )
     # Whether any plan will do, since it is only asked whether there is one.
     any_plan: bool = False
     # What was made before, of the same in the same room; and all that was compiled.

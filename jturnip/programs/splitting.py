@@ -33,7 +33,7 @@ from jturnip.programs.places import (
     values_that_stay,
 )
 from jturnip.programs.records import Split
-from jturnip.programs.setting import Setting
+from jturnip.programs.setting import WAYS, Setting
 from jturnip.units import padded
 
 
@@ -181,19 +181,25 @@ def refuse_alone(flat: FlatJaxpr, setting: Setting, among: Collection[int]) -> N
 
 def are_in_the_way(flat: FlatJaxpr, setting: Setting, among: Collection[int]) -> bool:
     """Whether some equations, which are as they are in whatever way a function is cut, are
-    known to be too large whatever they write over, by what was compiled before: then each
-    way would be refused for them."""
+    known to be too large by what was compiled before: then no way is likely to fit. Where
+    all ways are looked for (`How.every_way`), only what is too large whatever it writes
+    over counts: then none does."""
     arguments, how = kept(setting.arguments, flat), setting.how
     if how.thorough or not among:
         return False
     there = values_that_stay(flat, arguments)
     partitioner = Partitioner(flat, setting.rates, there)
     left = setting.arena - sum(padded(flat.types[v].nbytes) for v in there)
+
+    def finest() -> list[Group]:
+        every = how.every_way
+        return [] if every else _finest(flat, partitioner, arguments, how.repeated)
+
     try:
-        # What was too large alone may write over more where it is cut otherwise: so that
-        # does not count here.
-        how.needs.refuse(flat, partitioner, setting.budget, left, tuple, among)
+        how.needs.refuse(flat, partitioner, setting.budget, left, finest, among)
     except DoesNotFit:
+        if not how.every_way:
+            how.left_out.add(WAYS)
         return True
     return False
 

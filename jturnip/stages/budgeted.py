@@ -30,7 +30,7 @@ from jturnip.programs.make import (
 )
 from jturnip.programs.records import Program
 from jturnip.programs.refusals import explained, refusal_that_is_true
-from jturnip.programs.setting import Function, How, Setting
+from jturnip.programs.setting import WAYS, Function, How, Setting
 from jturnip.programs.ways import or_in_blocks, surely_in_tiles
 from jturnip.runners.whole import Moves, moves_of, whole_plan
 from jturnip.stages import residuals
@@ -290,13 +290,6 @@ class Budgeted:
             asked = function, self._setting(self.gpu_bytes, here), to_host
             return or_unrolled(or_in_blocks(program, *asked), *asked, unrolled)
 
-        def cut_somehow() -> Iterator[Callable[[], Program]]:
-            yield functools.partial(made, self.gpu_bytes, here)
-            if without_rows is not None and self._may_take_loops_apart(without_rows):
-                yield functools.partial(made, self.gpu_bytes, how)
-            if how.left_out:
-                yield functools.partial(uncut, few=False)
-
         try:
             return uncut()
         except DoesNotFit:
@@ -306,7 +299,7 @@ class Budgeted:
         with contextlib.suppress(DoesNotFit):
             return uncut()
         try:
-            return _first_that_fits(cut_somehow())
+            return _first_that_fits(self._cut_somehow(made, uncut, how, without_rows))
         except DoesNotFit as error:
             cut = error.with_traceback(None)
         if self.asked.is_asked:
@@ -319,6 +312,24 @@ class Budgeted:
                 by_rows = error.with_traceback(None)
         refusal = refusal_that_is_true(made, how, cut, by_rows, self._runs_whole_in)
         raise explained(refusal, self.flattened.flat, self._given.device) from None
+
+    def _cut_somehow(
+        self,
+        made: Callable[[int, How], Program],
+        uncut: Callable[..., Program],
+        how: How,
+        without_rows: DoesNotFit | None,
+    ) -> Iterator[Callable[[], Program]]:
+        """Programs cut along axes; then what is left out before the others."""
+        here = how if without_rows is None else dataclasses.replace(how, streams=False)
+        yield functools.partial(made, self.gpu_bytes, here)
+        if without_rows is not None and self._may_take_loops_apart(without_rows):
+            yield functools.partial(made, self.gpu_bytes, how)
+        if how.left_out - {WAYS}:
+            yield functools.partial(uncut, few=False)
+        if WAYS in how.left_out:
+            more = dataclasses.replace(how, every_way=True)
+            yield functools.partial(made, self.gpu_bytes, more)
 
     def _may_take_loops_apart(self, refusal: DoesNotFit) -> bool:
         """Whether what cannot be cut along rows may do with loops that are driven, and cut

@@ -160,10 +160,8 @@ def reading_less(eqn: Any) -> Any:
     before = 0
     for name, consts, carry in bodies:
         jaxpr = params[name].jaxpr
-        used = {v for e in jaxpr.eqns for v in e.invars if isinstance(v, Var)}
-        used.update(v for v in jaxpr.outvars if isinstance(v, Var))
-        carried = range(consts, consts + carry)
-        kept = [i for i, v in enumerate(jaxpr.invars) if i in carried or v in used]
+        used = _positions_read(params[name]).union(range(consts, consts + carry))
+        kept = sorted(used)
         invars = [jaxpr.invars[i] for i in kept]
         less[name] = params[name].replace(jaxpr=jaxpr.replace(invars=invars))
         counts.append(sum(i < consts for i in kept))
@@ -355,7 +353,7 @@ def bytes_for_one_branch(
 
 
 def _positions_read(branch: Any) -> frozenset[int]:
-    """Which of its arguments a branch reads or returns, by position."""
+    """Which of its arguments a branch, or a body, reads or returns, by position."""
     jaxpr = branch.jaxpr
     used = {v for eqn in jaxpr.eqns for v in eqn.invars if isinstance(v, Var)}
     used.update(v for v in jaxpr.outvars if isinstance(v, Var))

@@ -349,18 +349,19 @@ class Partitioner:
     def _in_short_chains(self, segment: tuple[int, int]) -> Iterator[tuple[int, int]]:
         """A segment, cut where a chain of lookups is too long for one task."""
         begin, end = segment
-        while self._looks_up_often(begin, end):
-            depths = enumerate(self._depths(begin, end), begin)
-            cut = next(at for at, depth in depths if depth > _LOOKUPS)
+        while begin < end:
+            cut = self._end_of_short_chains(begin, end)
             yield begin, cut
             begin = cut
-        yield begin, end
 
-    def _looks_up_often(self, begin: int, end: int) -> bool:
-        """Whether a chain of lookups is too long for one task."""
+    def _end_of_short_chains(self, begin: int, end: int) -> int:
+        """Where a chain of lookups in a segment is too long for one task; else its end."""
         count = bisect.bisect_left(self._lookups, end)
         count -= bisect.bisect_left(self._lookups, begin)
-        return count > _LOOKUPS and max(self._depths(begin, end)) > _LOOKUPS
+        if count <= _LOOKUPS:
+            return end
+        depths = enumerate(self._depths(begin, end), begin)
+        return next((at for at, depth in depths if depth > _LOOKUPS), end)
 
     def _depths(self, begin: int, end: int) -> Iterator[int]:
         """Of each equation of a segment, how many lookups follow one another up to it, each
@@ -426,7 +427,7 @@ class Partitioner:
                 )
             small_enough = small_before or (small and not begins)
             if before is not None and small_enough:
-                small_enough = not self._looks_up_often(before.begin, end)
+                small_enough = self._end_of_short_chains(before.begin, end) == end
             if before is not None and small_enough and not alone_before & alone:
                 before.grow(end)
                 alone_before |= alone

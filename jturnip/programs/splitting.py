@@ -13,7 +13,7 @@ from jturnip.compiler.report import Spent
 from jturnip.errors import DoesNotFit
 from jturnip.frontend.overwriting import with_overwriting
 from jturnip.frontend.partition import Group, Partitioner
-from jturnip.frontend.values import FlatJaxpr
+from jturnip.frontend.values import FlatJaxpr, nbytes_of
 from jturnip.graph.taskgraph import BufferId, Place, Task, TaskGraph
 from jturnip.placement import Arguments, Budget, Whose
 from jturnip.planner.planner import (
@@ -84,7 +84,7 @@ def split(
     needs = None if how.thorough else how.needs
     there = values_that_stay(flat, arguments)
     partitioner = Partitioner(flat, setting.rates, there)
-    left = arena - sum(padded(flat.types[v].nbytes) for v in there)
+    left = arena - nbytes_of(flat, there)
     if needs is not None:
         finest_groups = lambda: _finest(flat, partitioner, arguments)
         needs.refuse(flat, partitioner, budget, left, finest_groups)
@@ -173,7 +173,7 @@ def refuse_alone(flat: FlatJaxpr, setting: Setting, among: Collection[int]) -> N
     for group, task in zip(alone, graph.tasks, strict=True):
         e = partitioner.only(group)
         of_others = made.intersection(flat.equations[e].reads)
-        hidden = sum(padded(flat.types[v].nbytes) for v in of_others)
+        hidden = nbytes_of(flat, of_others)
         _, least = partitioner.neediest(group, task_bytes(graph, task))
         if least - hidden > free:
             raise _refusal(graph, setting.budget, setting.device)
@@ -189,7 +189,7 @@ def are_in_the_way(flat: FlatJaxpr, setting: Setting, among: Collection[int]) ->
         return False
     there = values_that_stay(flat, arguments)
     partitioner = Partitioner(flat, setting.rates, there)
-    left = setting.arena - sum(padded(flat.types[v].nbytes) for v in there)
+    left = setting.arena - nbytes_of(flat, there)
 
     def finest() -> list[Group]:
         every = how.every_way

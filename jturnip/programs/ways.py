@@ -307,7 +307,7 @@ class _Compared:
     make: Callable[..., Straight]
     # Whether any plan will do.
     any_plan: bool
-    # Whether what was refused shows that no way fits.
+    # Whether what was refused shows that no way is likely to fit.
     hopeless: Callable[[], bool] = lambda: False
     found: list[Straight] = field(default_factory=list)
     # Those of `found` that the last look found.

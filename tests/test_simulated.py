@@ -111,6 +111,17 @@ def test_a_copy_costs_the_computing_beside_it():
     assert (report.seconds, report.compute_seconds) == (8.75, 8.75)  # one byte is moved
 
 
+def test_a_copy_that_begins_beside_a_task_delays_it_and_what_waits_for_it():
+    ops = [(COMPUTE, 4.0), (H2D, 1.0), (H2D, 2.0), (COMPUTE, 4.0), (D2H, 2.0)]
+    link = Link(1.0, 1.0, compute_seconds_per_copy=0.5)
+    report = simulate(a_schedule(ops, {2: [1], 3: [2], 4: [0]}), link=link)
+    ends = dict(zip(report.order, report.ends, strict=True))
+    # The first copy begins before the first task, the second beside it, and the third when
+    # it is over, before the next one begins.
+    assert ends == {0: 5.0, 1: 1.0, 2: 3.0, 4: 7.0, 3: 9.5}
+    assert report.compute_seconds == 8 + 3 * 0.5
+
+
 def test_a_copy_costs_nothing_where_no_task_could_run():
     link = Link(1.0, 1.0, compute_seconds_per_copy=2.0)
     report = simulate(a_schedule([(H2D, 3.0), (COMPUTE, 2.0)], {1: [0]}), link=link)

@@ -8,6 +8,7 @@ that a task depends on is computed and copied before it, and of what is needed a
 more than the budget is on the device when it ends: the rest crosses the link afterwards.
 """
 
+import math
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -18,8 +19,6 @@ from jturnip.graph.taskgraph import BufferId, Place, TaskGraph, TaskId
 
 # Beyond so many tasks or buffers only sums are taken: the tables would have too many cells.
 _MOST = 2048
-# So often an interval that has a bound in it is halved.
-_HALVINGS = 40
 
 _Array: TypeAlias = np.ndarray
 
@@ -49,47 +48,34 @@ def slowed_seconds(
     computing: Sequence[float],
     lost: Sequence[float],
     late: Sequence[Sequence[tuple[float, float]]],
-    queued: int,
 ) -> float:
-    """Seconds that a run takes at least where copies take some of the computing.
+    """Seconds that a run takes at least, with what copies take from the computing.
 
-    A copy takes from the tasks that are queued after it began, or from idle time, which no
-    run gets back either. Copies that no task waits for may begin once the last task is
-    queued, and take nothing then. That is when no more tasks are unfinished than are queued
-    at once; and what begins later takes its own time, one copy after the other each way.
+    A copy that begins before the last task is over takes from the tasks, or from idle time,
+    which no run gets back either. Copies that no task waits for may begin after it, and
+    take nothing then, but their own time, one after the other each way.
 
     Args:
       computing: seconds of each task.
       lost: seconds that each copy which a task waits for takes from the computing.
       late: of the other copies, for each way of the link, the seconds that each takes from
         the computing, and its own.
-      queued: how many tasks are queued at once at most.
     """
-    # Of each way, those first that take most for their time; more than that none need take.
+    # Of each way, first those that take most for their time; parts of copies count too.
     ways = [
-        sorted(
-            ((min(x, own), own) for x, own in way if own > 0),
-            key=lambda copy: copy[0] / copy[1],
-        )
+        np.cumsum([(0.0, 0.0), *sorted(way, key=_for_its_time, reverse=True)], axis=0).T
         for way in late
     ]
-    begun = [np.cumsum([(0.0, 0.0), *way[::-1]], axis=0).T for way in ways if way]
-    all_lost = sum(lost) + sum(float(x[-1]) for x, _ in begun)
-    unfinished = sum(sorted(computing)[-queued:])
+    # What takes most is least where the last copy of some way that comes afterwards ends.
+    ends = np.unique(np.concatenate([[0.0], *[own for _, own in ways]]))
+    beside = [x[-1] - np.interp(ends, own, x) for x, own in ways]
+    return sum(computing) + sum(lost) + float((ends + sum(beside)).min())
 
-    def nothing_lost_to(seconds: float) -> float:
-        """What copies take in all that begin in so many seconds, at most."""
-        return sum(float(np.interp(seconds, own, x)) for x, own in begun)
 
-    # The longer a run takes, the more copies may begin when nothing is queued any more.
-    least, most = 0.0, all_lost
-    for _ in range(_HALVINGS):
-        more = (least + most) / 2
-        if more <= all_lost - nothing_lost_to(unfinished + more):
-            least = more
-        else:
-            most = more
-    return sum(computing) + least
+def _for_its_time(copy: tuple[float, float]) -> float:
+    """What a copy takes from the computing, over its own time."""
+    lost, own = copy
+    return lost / own if own > 0 else math.inf
 
 
 def least_seconds(

@@ -29,7 +29,6 @@ from jturnip.programs.searching import better_order
 from jturnip.programs.setting import How
 from jturnip.runtime.link import SimulatedLink
 from jturnip.runtime.schedule import COMPUTE, D2H, H2D, Link, Schedule
-from jturnip.runtime.state import Limits
 from jturnip.units import format_bytes, padded
 
 
@@ -262,8 +261,7 @@ def _slowed_seconds(found: Found) -> float:
             lost.append(link.lost_seconds(nbytes))
         else:
             late[engine].append((link.lost_seconds(nbytes), own))
-    queued = Limits.on("gpu" if link.after_compute else "cpu").most_runs
-    return bound.slowed_seconds(computing, lost, list(late.values()), queued)
+    return bound.slowed_seconds(computing, lost, list(late.values()))
 
 
 def _host_room(candidate: Split) -> tuple[int, str]:

@@ -62,9 +62,7 @@ class Running:
     ):
         self._engines = engines
         self._strategy = strategy
-        limits = limits or Limits()
         self._state = RunState(schedule, limits)
-        self._few_runs = limits.few_runs
         self._recorder = Recorder(schedule, engines.now())
 
     def start_all(self) -> None:
@@ -92,7 +90,7 @@ class Running:
         if not state.in_flight:
             raise InternalError(_story(state))
         began = engines.now()
-        events = engines.wait(self._few_runs)
+        events = engines.wait(state.few_runs)
         if state.stalled:
             recorder.stalled(max(0.0, events[0][1] - began))
         self.tell(events)

@@ -273,6 +273,12 @@ class Stretches:
             () if rule is None else tuple(_sides(e, rule))
             for e, rule in zip(flat.equations, of_equation, strict=True)
         ]
+        # The many pieces of which a value is put together, and its bytes.
+        self._joins = [
+            (e.reads, max(flat.types[v].nbytes for v in e.outputs))
+            for e in flat.equations
+            if e.name in _JOINS and len(e.inputs) > _FEW_PIECES
+        ]
         self._computing: dict[DeviceRates, Sequence[float]] = {}
         # What was found before: it depends on nothing but what is asked.
         self._sets: dict[tuple[tuple[int, ...], int], list[list[int]]] = {}
@@ -333,20 +339,17 @@ class Stretches:
     def _together(self, among: Sequence[int], least: int) -> list[list[int]]:
         types, inside = self.flat.types, set(among)
         joined = Joined[int]()
-        large = {v for v, t in enumerate(types) if t.nbytes > least}
-        for e in self.flat.equations:  # small ones that are large together
-            if (
-                e.name in _JOINS
-                and len(e.inputs) > _FEW_PIECES
-                and not large.isdisjoint(e.outputs)
-            ):
-                large.update(e.reads)
+        small = set[int]()  # what is large together
+        for pieces, nbytes in self._joins:
+            if nbytes > least:
+                small.update(pieces)
+        is_large = lambda v: types[v].nbytes > least or v in small
         for i in sorted(among):
             e = self.flat.equations[i]
-            if self.inner[i] > least or not large.isdisjoint((*e.reads, *e.outputs)):
+            if self.inner[i] > least or any(map(is_large, (*e.reads, *e.outputs))):
                 joined.find(i)
             for v in e.outputs:
-                if v in large:
+                if is_large(v):
                     for reader in self.readers.get(v, ()):
                         if reader in inside:
                             joined.join(i, reader)

@@ -150,7 +150,7 @@ def or_in_blocks(
     if not isinstance(made, Straight) or not how.compares_ways or not how.axes:
         return made
     # What each iteration of a loop moves twice it had better move once.
-    times = 1 if how.repeated else _MUCH
+    times = _WITH_BORDERS if how.repeated else _MUCH
     may_gain = waits(made) and not moves_little(made.plan, made.flat, times)
     may_gain |= _writes_down_much(made, setting.rates)
     if len(made.split.graph.tasks) > _SOME_TASKS:

@@ -22,7 +22,7 @@ from jturnip.frontend.blocks import (
     ways_in_tiles,
 )
 from jturnip.frontend.costs import DeviceRates
-from jturnip.frontend.effort import Sofar
+from jturnip.frontend.effort import Effort, Sofar
 from jturnip.frontend.loops import LOOPS_AND_BRANCHES
 from jturnip.frontend.materializing import Again
 from jturnip.frontend.values import FlatJaxpr, called, nbytes_of
@@ -64,6 +64,9 @@ _COPIES = 1.6
 _WAITS = 1.5
 _WAYS_BESIDE = 3
 _LOOKED_BESIDE = 12
+# They are looked for with this share of the usual patience: eighteen that were faster were
+# found with a two-hundred-and-fiftieth.
+_LOOKING_BESIDE = 1 / 100
 # Once one fits, no more are looked at after so many in a row that were no faster than the
 # best, or did not fit.
 _NO_BETTER = 2
@@ -163,7 +166,8 @@ def or_in_blocks(
     scans = apart and has_loops_with_axes(flat, setting.arena)
     if not (scans or (may_gain and not loops)):
         return made
-    sofar = Sofar(fits=True)
+    sofar, effort = Sofar(fits=True), Effort(patience=_LOOKING_BESIDE)
+    setting = setting.otherwise(effort=effort)
     # Over more tasks it would be moved as well, but data that does not fit may be read once
     # in each iteration.
     most = math.inf if scans or how.repeated else len(flat.equations)
@@ -182,7 +186,9 @@ def or_in_blocks(
         return for_any_call(functools.partial(straight, cut, setting), setting, to_host)
 
     enough = CLEARLY if len(flat.equations) > _LONG else 0.0
-    return _or_faster(made, others, make, sofar, enough)
+    found = _or_faster(made, others, make, sofar, enough)
+    how.effort.looked_at(effort.equations)
+    return found
 
 
 def _or_faster(

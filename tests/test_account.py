@@ -17,6 +17,7 @@ from watch import Watch
 import jturnip
 from jturnip import memory, placement
 from jturnip.native import marks, queue
+from jturnip.programs import chains
 from jturnip.runtime import engines
 from jturnip.runtime.state import Limits
 
@@ -386,6 +387,16 @@ def test_numbers_that_tasks_take_stay_on_an_accelerator(monkeypatch: pytest.Monk
     slots = 2 * Limits.on("gpu").most_runs
     assert 64 < kept == len(known)
     assert (kept + slots) * 256 <= placement._GPU_BOOKKEEPING
+
+
+@pytest.mark.skipif(not marks.load(), reason="needs the C++ extension")
+def test_on_a_cpu_the_marks_of_all_runs_in_flight_are_within_what_is_ours():
+    slots = engines.MarkSlots(jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0]))
+    for _ in range(Limits.on("cpu").most_runs):
+        slots.take()
+    assert 0 < slots.nbytes <= placement.BOOKKEEPING - chains._INNER
+    assert slots.nbytes // 2 <= placement.MARKS  # while none is in flight
+    slots.close()
 
 
 class _Deaf:

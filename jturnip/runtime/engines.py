@@ -513,7 +513,8 @@ class MarkSlots:
     @property
     def nbytes(self) -> int:
         """Device bytes of the slots' numbers, and of as many results of marks."""
-        return 2 * len(self._tokens) * GRANULE
+        each = memory.ALIGNMENT if memory.is_on_cpu(self.sharding) else GRANULE
+        return 2 * len(self._tokens) * each
 
     def take(self) -> tuple[int, jax.Array]:
         """A slot, and its number as a device array."""

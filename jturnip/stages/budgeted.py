@@ -349,8 +349,11 @@ class Budgeted:
         needed = placement.gpu_bytes_for(padded(least), platform)
         if self.gpu_bytes >= needed:
             return None
+        what = f"an array that one product reads whole takes {format_bytes(least)}"
+        if not least:
+            what = f"{format_bytes(needed)} are jturnip's own"
         return DoesNotFit(
-            f"an array that one product reads whole takes {format_bytes(least)};"
+            f"{what};"
             f" gpu_bytes is {self.gpu_bytes} ({format_bytes(self.gpu_bytes)}). Raise it to"
             f" at least {needed} ({format_bytes(needed)}).",
             needed_bytes=needed,

@@ -66,7 +66,7 @@ def slowed_seconds(
         np.cumsum([(0.0, 0.0), *sorted(way, key=_for_its_time, reverse=True)], axis=0).T
         for way in late
     ]
-    # What takes most is least where the last copy of some way that comes afterwards ends.
+    # All together take least where the last of some way ends that come after the tasks.
     ends = np.unique(np.concatenate([[0.0], *[own for _, own in ways]]))
     beside = [x[-1] - np.interp(ends, own, x) for x, own in ways]
     return sum(computing) + sum(lost) + float((ends + sum(beside)).min())

@@ -4,9 +4,8 @@ Once in a process for each device, when tasks are first tried out on it. A CPU c
 the cores that also compute. A task is divided evenly among them and over when the last one
 is through, and copies take its operands' place in the caches, so it loses more than the
 seconds of the copy divided by the cores: what products lose is measured with copies beside
-them. An accelerator has
-engines for copies, which take a hundredth or so of its memory's bandwidth: that is not
-measured.
+them. An accelerator has engines for copies, which take a hundredth or so of its memory's
+bandwidth: that is not measured.
 """
 
 import contextlib

@@ -177,7 +177,7 @@ def loop(tasks: int, pairs: int) -> Section:
         f"A chain of {tasks} equations, each a task of its own: a run of the loop, less the"
         " same executables called bare in the same order with the same arguments, by task."
         " Bare calls are all queued at once; the loop keeps up to eight in flight and is"
-        " woken when half of them are left. The CPU backend runs the tanh in the caller's"
+        " woken when four are left. The CPU backend runs the tanh in the caller's"
         " thread, and products in its own, which share the cores with the loop. A reload's"
         " cost is that of the same chain with a weight for each task in host memory, less"
         " with all on the device."

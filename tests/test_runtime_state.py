@@ -111,7 +111,7 @@ def test_as_many_short_runs_are_in_flight_as_take_no_longer_than_said():
     seconds = (0.1, 0.1, 0.6, 0.5, 0.25, 0.1, 0.1, 0.1, 0.1)
     state = RunState(dataclasses.replace(a_row, seconds=seconds), limits)
     assert state.begin() == [0, 1, 2]
-    assert state.few_runs == 1
+    assert state.few_runs == 2
     assert state.handle([0]) == []
     assert state.handle([1]) == [3]
     assert state.handle([2]) == [4, 5, 6]
@@ -119,6 +119,7 @@ def test_as_many_short_runs_are_in_flight_as_take_no_longer_than_said():
     assert state.handle([3]) == [7, 8]
     long = RunState(dataclasses.replace(a_row, seconds=(9.0,) * 9), limits)
     assert long.begin() == [0, 1]
+    assert long.few_runs == 1
 
 
 def test_engines_do_not_take_each_others_places():

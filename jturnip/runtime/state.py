@@ -95,8 +95,10 @@ class RunState:
     @property
     def few_runs(self) -> int:
         """With no more runs in flight the end of each must be heard of, so that the next
-        is there in time."""
-        return self.computing // 2
+        is there in time: half of as many as there may be of their kind."""
+        limits = self._limits
+        some = self.computing <= limits.compute
+        return (limits.compute if some else limits.most_runs) // 2
 
     @property
     def finished(self) -> bool:

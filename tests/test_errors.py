@@ -103,6 +103,12 @@ def test_a_budget_below_one_task_names_the_task_and_its_line():
     assert line_of(product, "# the largest") in message
 
 
+def test_a_budget_below_what_is_ours_says_so():
+    error = refusal_of(lambda x: jnp.tanh(x) + 1, 1, jturnip.host(jnp.ones(8)))
+    assert "4096 B are jturnip's own; gpu_bytes is 1 (1 B)" in str(error)
+    assert "takes 0 B" not in str(error)
+
+
 def test_a_budget_below_one_task_tells_the_bytes():
     error = refusal_of(product, TINY, X, jturnip.host(X))
     # Two operands and a result of 64 KiB; a little more for our own bookkeeping.

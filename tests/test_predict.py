@@ -20,6 +20,7 @@ import pytest
 from watch import Watch
 
 import jturnip
+from jturnip.compiler import profiles
 from jturnip.compiler.executables import work_of
 from jturnip.compiler.trials import Trials
 from jturnip.hardware import accelerator, accelerator_like, host_link
@@ -459,6 +460,20 @@ def test_the_link_at_hand_is_measured_once(monkeypatch: pytest.MonkeyPatch):
     calibration.calibrate(device, again := trials_in(32 * MIB))
     assert calibration.measured_link(device) is link
     assert again.peak_bytes == 0
+
+
+def test_a_copy_takes_a_core_while_it_lasts_whatever_the_clock_of_cores_says(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """It tells what a core does when that is interrupted, which may be later."""
+    monkeypatch.setattr(calibration, "_links", {})
+    monkeypatch.setattr(calibration.time, "process_time", lambda: 0.0)
+    device = jax.devices("cpu")[0]
+    calibration.calibrate(device, trials_in(32 * MIB))
+    link = calibration.measured_link(device)
+    assert link is not None
+    fastest = max(link.h2d_bytes_per_second, link.d2h_bytes_per_second)
+    assert link.compute_seconds_per_byte * fastest >= 0.999 / profiles.cores()
 
 
 @pytest.mark.long

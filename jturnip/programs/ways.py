@@ -64,7 +64,7 @@ _COPIES = 1.6
 _WAITS = 1.5
 _WAYS_BESIDE = 3
 _LOOKED_BESIDE = 12
-# They are looked for with this share of the usual patience: eighteen that were faster were
+# They are looked for with this share of the usual patience: thirteen that were faster were
 # found with a two-hundred-and-fiftieth.
 _LOOKING_BESIDE = 1 / 100
 # Once one fits, no more are looked at after so many in a row that were no faster than the

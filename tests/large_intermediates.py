@@ -140,6 +140,28 @@ def a_gaussian_process(x: Any, y: Any) -> Any:
     return y @ solved / 2 + jnp.sum(jnp.log(jnp.diag(lower)))
 
 
+@case((long(256), 3), (long(256),))
+def gradients_of_a_gaussian_process(x: Any, y: Any) -> Any:
+    return jax.grad(a_gaussian_process, (0, 1))(x, y)
+
+
+@case((long(256), 3), (long(256),), (long(256), 3))
+def a_process_at_new_points(x: Any, y: Any, new: Any) -> Any:
+    """Mean and variance there."""
+    kernel = jnp.exp(-distances(x, x)) + 0.5 * jnp.eye(x.shape[0])
+    across = jnp.exp(-distances(new, x))
+    factor = jax.scipy.linalg.cho_factor(kernel, lower=True)
+    half = jax.scipy.linalg.solve_triangular(factor[0], across.T, lower=True)
+    mean = across @ jax.scipy.linalg.cho_solve(factor, y)
+    return mean, 1 - jnp.sum(jnp.square(half), axis=0)
+
+
+@case((long(256), long(256)))
+def a_step_of_newton_and_schulz(x: Any) -> Any:
+    gram = x @ x.T / x.shape[0]
+    return 3.4 * x + (-4.8 * gram + 2.0 * gram @ gram) @ x
+
+
 # -- losses and statistics -------------------------------------------------------------
 
 
@@ -722,7 +744,6 @@ def sequences_that_are_aligned(a: Any, b: Any) -> Any:
 # Why some are refused where they are.
 _WHY = {
     "centres that settle": "all points are read in each iteration, and leave no room",
-    "a gaussian process": "a Cholesky factor needs its matrix whole",
     "a lattice of spins": "spins before and after a step, and their field, are more than"
     " that",
     "outer products": "an eighth is 8 KiB, of which half is jturnip's own",

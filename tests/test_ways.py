@@ -569,7 +569,7 @@ def test_ways_with_too_many_equations_are_left_out_and_counted():
     assert tasks
     assert len(tasks) < len(plain)
     for way in ways_to_cut(kernel_sums, Sofar(most_equations=4)):
-        assert all(len(cut.equations) <= 4 for cut in way.cut)
+        assert way.in_grids or all(len(cut.equations) <= 4 for cut in way.cut)
         assert way.cut or way.left_out
 
 

@@ -12,7 +12,7 @@ EinDecomp (arXiv 2410.02682): as few as fit, with little written down.
 import collections
 import dataclasses
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,8 +21,10 @@ from jturnip.frontend.anew import Large, made_anew
 from jturnip.frontend.apart import read_apart
 from jturnip.frontend.axes import Known, rules
 from jturnip.frontend.choosing import Room, Search, Where as Where, cut_once
-from jturnip.frontend.costs import DeviceRates
+from jturnip.frontend.costs import WRITTEN, DeviceRates
 from jturnip.frontend.effort import Effort, Sofar
+from jturnip.frontend.factors import CHOLESKY, has_factors, rule_in_order
+from jturnip.frontend.grids import in_grids
 from jturnip.frontend.materializing import Again
 from jturnip.frontend.repeats import repeated
 from jturnip.frontend.rules import Rule
@@ -82,6 +84,13 @@ _SHARES_APART = (0.5, 0.125)
 # moved are tasks of their own.
 _LARGE = 1 / 2
 _CHEAPER = 32
+# A matrix that takes one over so much of the budget is factorised in tiles.
+_OF_FACTOR = 6
+# One in tiles along all axes is tried after so many ways that do not fit, and before one of
+# more tasks than so many, if it has fewer.
+_DO_NOT_FIT = 4
+_MANY_TASKS = 200
+_TASKS = WRITTEN.union("dynamic_slice concatenate copy".split())
 # What takes this share of the budget is not read whole beside a part of itself.
 _WHOLE = 1 / 2
 
@@ -103,6 +112,8 @@ class Ways:
     # whether all that does not fit is in tiles, each done once.
     in_tiles: bool = False
     in_all: bool = False
+    # Whether all that is large is in tiles of one size, along all of its dimensions.
+    in_grids: bool = False
     # How many were left out, since they would have had too many equations.
     left_out: int = 0
 
@@ -191,25 +202,90 @@ def cut_along_axes(
                 yield ways
             else:
                 rest.append(ways)
-    doubtful: list[Ways] = []
     flat = sliced_on_host(flat, where.hosted)
     large = large_for(arena, rates, seconds_per_byte)
     may_be_cut = _may_be_cut(flat, arena, where, known)
     forms = _forms(flat, arena, where, large, known, sofar) if may_be_cut else ()
-    for each, has_copies in forms:
-        if has_copies and not anew:
-            continue
-        for ways in _in_some_ways(each, *search, Search(*of_search)):
+    forms = ((form, has_copies) for form, has_copies in forms if anew or not has_copies)
+    in_some_ways = lambda form: _in_some_ways(form, *search, Search(*of_search))
+    others = _along_axes(forms, rest, arena, in_some_ways)
+    if keep:
+        yield from others
+        return
+    grids = _ways_in_grids(flat, where, arena, known, effort)
+    if has_factors(flat, arena // _OF_FACTOR):
+        for ways in grids:
+            yield ways
+            if sofar.fits:
+                return
+    yield from _with_grids(others, grids, sofar)
+
+
+def _along_axes(
+    forms: Iterable[tuple[FlatJaxpr, bool]],
+    in_tiles: Sequence[Ways],
+    arena: int,
+    in_some_ways: Callable[[FlatJaxpr], Iterator[Ways]],
+) -> Iterator[Ways]:
+    """Ways to cut a function along one axis after the other: in some forms, each with
+    whether something is made anew; then with some in tiles, and what is left over cut as
+    well; the doubtful ones last."""
+    doubtful: list[Ways] = []
+    for form, has_copies in forms:
+        for ways in in_some_ways(form):
             ways = dataclasses.replace(ways, anew=has_copies)
             sure = tuple(cut for cut in ways.cut if not _joins_too_much(cut, arena))
             if sure or not ways.cut:
                 yield dataclasses.replace(ways, cut=sure)
             else:
                 doubtful.append(dataclasses.replace(ways, doubtful=True))
-    for ways in rest:  # with what is left over cut as well
+    for ways in in_tiles:
         yield ways
-        yield from _in_some_ways(ways.cut[0], *search, Search(*of_search))
+        yield from in_some_ways(ways.cut[0])
     yield from doubtful
+
+
+def _with_grids(
+    others: Iterator[Ways], grids: Iterator[Ways], sofar: Sofar
+) -> Iterator[Ways]:
+    """Ways along one axis after the other; and one in tiles along all of them: before one
+    of many and more tasks, after the first that fits, if that waits for what it moves, or
+    after some that do not fit. More of these at last, if there must be."""
+    grid, is_asked = None, False
+    for number, each in enumerate(others):
+        tasks, is_late = _tasks(each), number == _DO_NOT_FIT
+        if not is_asked and (is_late or tasks > _MANY_TASKS):
+            grid, is_asked = next(grids, None), True
+        if grid is not None and (is_late or _tasks(grid) < tasks):
+            yield grid
+            grid = None
+        yield each
+        if sofar.fits:
+            break
+    if sofar.waits:
+        grid = grid if is_asked else next(grids, None)
+        if grid is not None:
+            yield grid
+    yield from others
+    if not sofar.fits:
+        yield from grids
+
+
+def _tasks(ways: Ways) -> int:
+    """About how many tasks a function has at least, if it is cut so: of heavy equations,
+    and of what copies parts of values."""
+    of = lambda cut: sum(e.name in _TASKS for e in cut.equations)
+    return min(map(of, ways.cut), default=0)
+
+
+def _ways_in_grids(
+    flat: FlatJaxpr, where: Where, arena: int, known: Known, effort: Effort
+) -> Iterator[Ways]:
+    """The function with all that is large in tiles of one size."""
+    for cut in in_grids(flat, where, arena, known):
+        effort.looked_at(len(cut.equations))
+        if not effort.is_too_much_for(len(cut.equations)) and _fits(cut, arena, where):
+            yield Ways((cut,), in_grids=True)
 
 
 def _together_and_apart(
@@ -488,7 +564,7 @@ CUT = "In parts along its axes"
 
 def in_the_way(flat: FlatJaxpr, arena: int) -> str:
     """A sentence on the equation that is not done in less than there is, or "": one that
-    has no axis, else the largest."""
+    has no axis, else a factorisation, else the largest."""
     flat = rows_as_blocks(flat, arena)
     large = {i: nbytes_of(flat, touched(e)) for i, e in enumerate(flat.equations)}
     among = [i for i, nbytes in large.items() if nbytes > arena > 0]
@@ -496,7 +572,10 @@ def in_the_way(flat: FlatJaxpr, arena: int) -> str:
         return ""
     some = dataclasses.replace(flat, equations=tuple(flat.equations[i] for i in among))
     axes = dict(zip(among, rules(some, parts.works, Known()), strict=True))
-    i = max(among, key=lambda i: (axes[i] is None, large[i]))
+    factors = [i for i in among if flat.equations[i].name == CHOLESKY]
+    for i in factors:  # they have axes, in tiles
+        axes[i] = rule_in_order(flat.equations[i], flat.operand_types(flat.equations[i]))
+    i = max(among, key=lambda i: (axes[i] is None, i in factors, large[i]))
     e = flat.equations[i]
     said = f'"{e.name}" ({e.source or "unknown line"})'
     if axes[i] is None:

@@ -56,5 +56,6 @@ class Sofar:
     # large in it; else one.
     times: float = 1.0
     # Whether a program is there that fits: ways that are only for where there is none are
-    # not looked for.
+    # not looked for; and whether the fastest of these waits for what it moves.
     fits: bool = False
+    waits: bool = False

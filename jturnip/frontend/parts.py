@@ -386,6 +386,11 @@ _BY_POSITION: dict[
 }
 
 
+def goes_by_position(e: Equation) -> bool:
+    """Whether an equation gives other results at other positions."""
+    return e.name in _BY_POSITION
+
+
 # -- reductions ------------------------------------------------------------------------
 
 COMBINE: dict[str, Callable[[Any, Any], Any]] = {

@@ -179,7 +179,7 @@ def or_in_blocks(
             if same != len(cut.equations) <= most and not ways.doubtful
         ]
         for ways in _ways(flat, setting, sofar)
-        if not ways.in_tiles
+        if not (ways.in_tiles or ways.in_grids)
     )
 
     def make(cut: FlatJaxpr) -> Straight:
@@ -350,8 +350,10 @@ class _Compared:
                 self.fit.append(together)
             tasks = sum(len(made.split.graph.tasks) for made in new)
             enough = self.any_plan or looked >= _SOME_WAYS or tasks > _SOME_TASKS
-            # What is kept is waited for, or it is best not made anew.
-            enough |= together.keeps and bool(new) and not waits(_fastest(new))
+            # What is kept is waited for, or it is best not made anew; and what is in tiles
+            # along all dimensions is waited for, or no other way is better.
+            is_good = together.keeps or together.in_grids
+            enough |= is_good and bool(new) and not waits(_fastest(new))
             if enough or any(
                 made.plan.predicted_seconds <= most or moves_little(made.plan, self.flat)
                 for made in new
@@ -384,6 +386,7 @@ class _Compared:
             if self.any_plan and count:
                 break
             many = len(cut.equations) > self.sofar.most_equations
+            many &= not together.in_grids
             if many and not self.gains:
                 continue
             most = 0 if many else self._most_executables(cut)
@@ -411,7 +414,7 @@ class _Compared:
     def _take(self, made: Straight) -> None:
         self.found.append(made)
         self.new.append(made)
-        self.sofar.fits = True
+        self.sofar.fits, self.sofar.waits = True, waits(self.best)
         most = _TIMES_FEWEST * len(made.flat.equations)
         self.sofar.most_equations = min(most, self.sofar.most_equations)
 

@@ -1,0 +1,137 @@
+"""Cholesky factors and triangular systems in tiles: what is done with a tile, and in which
+order.
+
+A tile of a factor is that of the matrix, less products of tiles that are left of it, and
+then factorised, or solved with the one on the diagonal: the left-looking algorithm of
+LAPACK's `potrf` (G. H. Golub, C. F. Van Loan, Matrix Computations, section 4.2.6). A tile
+of what solves a system is that of the right side, less products with tiles that are solved
+already (section 3.1.4). XLA does either at once, of the whole matrix.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jturnip.frontend.rules import Rule
+from jturnip.frontend.values import Equation, FlatJaxpr, Type
+
+
+CHOLESKY, SOLVE = "cholesky", "triangular_solve"
+# Labels: of a matrix that is factorised; and of the right side of a system, along what is
+# solved one after the other and along what is not.
+ROW, COLUMN, FREE = 0, 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class InOrder(Rule):
+    """Labels of what is made of tiles that are made before."""
+
+
+def has_factors(flat: FlatJaxpr, least: int) -> bool:
+    """Whether matrices of more than so many bytes are factorised, or solved with."""
+    return any(
+        e.name in (CHOLESKY, SOLVE) and flat.operand_types(e)[0].nbytes > least
+        for e in flat.equations
+    )
+
+
+def rule_in_order(e: Equation, types: Sequence[Type]) -> InOrder:
+    """The labels of a factorisation or of a system, of operands of these types."""
+    several = (None,) * (len(types[-1].shape) - 2)
+    if e.name == CHOLESKY:
+        labels = (*several, ROW, COLUMN)
+        return InOrder((labels,), (labels,))
+    ends = (COLUMN, FREE) if e.origin.params["left_side"] else (FREE, COLUMN)
+    matrix = (None,) * len(types[0].shape)
+    return InOrder((matrix, (*several, *ends)), ((*several, *ends),))
+
+
+def solved_before(e: Equation, number: int, count: int) -> Sequence[int]:
+    """Which of `count` tiles of what solves a system are needed for one, in the order in
+    which they are solved."""
+    params = e.origin.params
+    is_lower = params["lower"] != params["transpose_a"]
+    first_come_first = is_lower == params["left_side"]
+    return range(number) if first_come_first else range(count - 1, number, -1)
+
+
+def between(e: Equation, number: int, known: int) -> tuple[int, int]:
+    """Row and column of the tile of a system's matrix by which a known tile of what solves
+    it enters in another."""
+    params = e.origin.params
+    row, column = (number, known) if params["left_side"] else (known, number)
+    return (column, row) if params["transpose_a"] else (row, column)
+
+
+@functools.lru_cache(maxsize=256)
+def zeros(t: Type) -> Any:
+    """A tile right of the diagonal of a factor, as a jaxpr."""
+    return jax.make_jaxpr(lambda: lax.full(t.shape, 0, t.dtype))()
+
+
+@functools.lru_cache(maxsize=256)
+def factorised(t: Type) -> Any:
+    """A tile on the diagonal, as a jaxpr of what is left there."""
+    factor = functools.partial(lax.linalg.cholesky, symmetrize_input=False)
+    return jax.make_jaxpr(factor)(t.struct())
+
+
+def below(diagonal: Type, left: Type) -> Any:
+    """A tile of a factor, as a jaxpr of that on the diagonal above it and of what is left
+    there."""
+    return _solving(
+        diagonal,
+        left,
+        left_side=False,
+        lower=True,
+        transpose_a=True,
+        conjugate_a=True,
+        unit_diagonal=False,
+    )
+
+
+def solved(e: Equation, diagonal: Type, left: Type) -> Any:
+    """A tile of what solves a system, as a jaxpr of that on the diagonal of its matrix and
+    of what is left of the right side."""
+    return _solving(diagonal, left, **e.origin.params)
+
+
+@functools.lru_cache(maxsize=256)
+def _solving(matrix: Type, right: Type, **params: bool) -> Any:
+    solve = functools.partial(lax.linalg.triangular_solve, **params)
+    return jax.make_jaxpr(solve)(matrix.struct(), right.struct())
+
+
+def less(e: Equation, sofar: Type, one: Type, other: Type) -> Any:
+    """What is left after one more product, as a jaxpr of what was left before and of two
+    tiles: of a factor, each of a row; of a system's matrix, and of what solves it."""
+    if e.name == CHOLESKY:
+        return _less(sofar, one, other, False, False, True, True)
+    params = e.origin.params
+    how = params["transpose_a"], params["conjugate_a"]
+    if params["left_side"]:
+        return _less(sofar, one, other, *how, False, False)
+    return _less(sofar, other, one, False, False, *how, swapped=True)
+
+
+@functools.lru_cache(maxsize=256)
+def _less(sofar: Type, one: Type, other: Type, *how: bool, swapped: bool = False) -> Any:
+    """A matrix less a product, of two that may each be transposed and conjugated before."""
+
+    def function(sofar: Any, one: Any, other: Any) -> Any:
+        one, other = (other, one) if swapped else (one, other)
+        one, other = _changed(one, *how[:2]), _changed(other, *how[2:])
+        return sofar - jnp.matmul(one, other, precision=lax.Precision.HIGHEST)
+
+    operands = (other, one) if swapped else (one, other)
+    return jax.make_jaxpr(function)(sofar.struct(), *(t.struct() for t in operands))
+
+
+def _changed(x: Any, transposed: bool, conjugated: bool) -> Any:
+    x = jnp.swapaxes(x, -1, -2) if transposed else x
+    return jnp.conj(x) if conjugated else x

@@ -1,0 +1,519 @@
+"""A pass: what is large in tiles of one size, along all of its dimensions at once.
+
+A stretch (`stretches.py`) has each value in parts along one dimension. Linear algebra needs
+both sides of its matrices cut: products of products read a matrix from both, and so do a
+factorisation, and systems that are solved with its result (`factors.py`). Here each large
+value is a grid of tiles, and what a tile is made of is asked for, from the results on:
+along a dimension that is contracted, products of tiles are added up. Such graphs of tiles
+are TURNIP's own (arXiv 2405.16283, section 3; EinDecomp, arXiv 2410.02682). Tiles have one
+size, so that their tasks share executables.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from jturnip.frontend import factors, parts, stacks
+from jturnip.frontend.axes import Known, rules
+from jturnip.frontend.builder import Builder
+from jturnip.frontend.choosing import Where
+from jturnip.frontend.costs import nested
+from jturnip.frontend.results import live
+from jturnip.frontend.rules import SAME, Along, Rule, without
+from jturnip.frontend.values import (
+    Atom,
+    Constant,
+    Equation,
+    FlatJaxpr,
+    Parts,
+    Slice,
+    Type,
+    Window,
+    is_key,
+    is_packed,
+)
+
+
+# A tile takes one over so much of what there is: a task has four, and the next one's are on
+# their way meanwhile.
+_TILES = (16, 32, 64)
+# So many times more tiles along a dimension may there be, if all are of one size then; else
+# their sides are a multiple of what a vector holds.
+_MORE = 1.6
+_ALIGNED = 16
+# More tiles along a dimension than so many, and more equations, take long to plan.
+_MOST_TILES = 64
+_MOST_EQUATIONS = 20_000
+# What is done along one dimension only, whatever else could be cut.
+_ALONG_ONE = frozenset("ragged_dot_general conv_general_dilated sort".split())
+
+# Which tile along each dimension; None for all positions.
+_Tile: TypeAlias = tuple[int | None, ...]
+# Label → which tile along it, in the order of the labels.
+_At: TypeAlias = tuple[tuple[int, int], ...]
+# What is asked for: the method that makes it, and of what.
+_Key: TypeAlias = tuple[Any, ...]
+_Making: TypeAlias = Generator[_Key, Any, Any]
+
+
+def in_grids(
+    flat: FlatJaxpr, where: Where, arena: int, known: Known
+) -> Iterator[FlatJaxpr]:
+    """The function with all that is large in tiles: in few, then in more.
+
+    Args:
+      flat: the function.
+      where: where its arguments are.
+      arena: bytes on the device.
+      known: rules of its equations; grows.
+    """
+    of_equation = rules(flat, parts.works, known)
+    seen: list[Any] = []
+    for share in _TILES:
+        grids = _Grids(flat, where, of_equation, arena // share)
+        if grids.counts and grids.counts not in seen:
+            seen.append(grids.counts)
+            made = grids.result()
+            if made is not None:
+                yield made
+
+
+class _CannotBe(Exception):
+    """There would be too many tiles, or equations; or an equation cannot be done along some
+    of its labels at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """How an equation is done: along which labels of its rule, each with the length of its
+    dimensions."""
+
+    rule: Rule
+    lengths: dict[int, int]
+
+    def dims(self, labels: Sequence[int | None]) -> frozenset[int]:
+        """The dimensions of an operand or a result that are cut."""
+        return frozenset(d for d, x in enumerate(labels) if x in self.lengths)
+
+    @property
+    def reduced(self) -> list[int]:
+        """The labels along which what the parts give is combined."""
+        return [x for x in self.lengths if x in self.rule.reduced]
+
+
+class _Grids:
+    """The new function, while it is made."""
+
+    def __init__(
+        self,
+        flat: FlatJaxpr,
+        where: Where,
+        of_equation: Sequence[Rule | None],
+        tile_bytes: int,
+    ):
+        self._flat = flat
+        self._where = where
+        self._least = tile_bytes
+        itemsize = max((t.dtype.itemsize for t in flat.types if _is_plain(t)), default=4)
+        self.side = math.isqrt(tile_bytes // itemsize)
+        self._builder = Builder.of(dataclasses.replace(flat, equations=()))
+        self._slices = {s.value: s for s in flat.slices}
+        self._writer = {v: i for i, e in enumerate(flat.equations) for v in e.outputs}
+        self._cuts = [
+            self._cut(e, rule) if self.side else None
+            for e, rule in zip(flat.equations, of_equation, strict=True)
+        ]
+        # Value → the dimensions along which it is made in tiles.
+        self._dims = {
+            v: cut.dims(cut.rule.results[at]) if cut else frozenset[int]()
+            for e, cut in zip(flat.equations, self._cuts, strict=True)
+            for at, v in enumerate(e.outputs)
+        }
+        # What was asked for, and equations on tiles as jaxprs.
+        self._bounds = functools.cache(functools.partial(_bounds, self.side))
+        self._there: dict[_Key, Any] = {}
+        self._jaxprs: dict[_Key, Any] = {}
+
+    @property
+    def counts(self) -> dict[int, int] | None:
+        """How long what is cut is, and into how many tiles that is; nothing where that
+        would be too many."""
+        lengths = {n for cut in self._cuts if cut for n in cut.lengths.values()}
+        try:
+            return {n: len(self._bounds(n)) for n in sorted(lengths)}
+        except _CannotBe:
+            return None
+
+    def result(self) -> FlatJaxpr | None:
+        """The function; None where it cannot be in tiles."""
+        flat = self._flat
+        try:
+            for i, e in enumerate(flat.equations):  # in their order
+                if e.effects or e.origin.effects:
+                    self._get((self._part, i, ()))
+            outputs = [self._output(output) for output in flat.outputs]
+        except _CannotBe:
+            return None
+        slices = self._slices.values()
+        return live(self._builder.finish(flat.inputs, outputs, tuple(slices)))
+
+    def _output(self, output: int | Parts) -> int | Parts:
+        if isinstance(output, Parts):
+            whole = (self._get((self._tile, v, _all(self._type(v)))) for v in output.values)
+            return dataclasses.replace(output, values=tuple(whole))
+        t, dims = self._type(output), self._dims.get(output)
+        if not dims or t.nbytes <= self._least:
+            return self._get((self._tile, output, _all(t)))
+        values, windows = [], []
+        for tile in self._tiles(t, dims):
+            values.append(self._get((self._tile, output, tile)))
+            windows.append(self._window(t, tile))
+        return Parts(tuple(values), tuple(windows), t)
+
+    # -- how what is cut --------------------------------------------------------------
+
+    def _cut(self, e: Equation, rule: Rule | None) -> _Cut | None:
+        """How an equation is done in tiles; None for one that is done as it is."""
+        types = self._flat.operand_types(e)
+        results = [self._type(v) for v in e.outputs]
+        large = any(t.nbytes > self._least for t in (*types, *results))
+        if not large or e.effects or e.origin.effects or e.driven:
+            return None
+        is_matrix = e.name in (factors.CHOLESKY, factors.SOLVE)
+        if is_matrix and types[0].shape[-1] > self.side:
+            rule = factors.rule_in_order(e, types)
+        elif rule is not None:
+            rule = without(rule, rule.halos)
+        if rule is None:
+            return None
+        sides = [
+            *zip(types, rule.operands, strict=True),
+            *zip(results, rule.results, strict=True),
+        ]
+        lengths = {x: n for x, n in _lengths(sides).items() if n > self.side}
+        lengths = _done_together(e, rule, lengths)
+        return _Cut(rule, lengths) if lengths else None
+
+    def _tiles(self, t: Type, dims: frozenset[int]) -> Iterator[_Tile]:
+        """All tiles of a value that is cut along some dimensions."""
+        counts = [
+            range(len(self._bounds(n))) if d in dims else [None]
+            for d, n in enumerate(t.shape)
+        ]
+        yield from itertools.product(*counts)
+
+    def _window(self, t: Type, tile: _Tile) -> Window:
+        window = Window.of(t.shape)
+        for d, at in enumerate(tile):
+            if at is not None:
+                window = window.part(d, *self._bounds(t.shape[d])[at])
+        return window
+
+    def _shape(self, t: Type, tile: _Tile) -> tuple[int, ...]:
+        return tuple(b - a for a, b in self._window(t, tile).bounds)
+
+    def _type(self, v: int) -> Type:
+        return self._flat.types[v]
+
+    # -- what is asked for ------------------------------------------------------------
+
+    def _get(self, wanted: _Key) -> Any:
+        """What is asked for; makes it, and before it what it is made of."""
+        agenda: list[tuple[_Key, _Making]] = []
+        while True:
+            if wanted not in self._there:
+                make, *of = wanted
+                agenda.append((wanted, make(*of)))
+                answer = None
+            else:
+                answer = self._there[wanted]
+            while True:
+                if not agenda:
+                    return answer
+                key, making = agenda[-1]
+                try:
+                    wanted = making.send(answer)
+                    break
+                except StopIteration as end:
+                    agenda.pop()
+                    answer = self._there[key] = end.value
+                    if len(self._builder.equations) > _MOST_EQUATIONS:
+                        raise _CannotBe from None
+
+    def _tile(self, v: int, tile: _Tile) -> _Making:
+        """A tile of a value; all positions along the dimensions where that says None."""
+        t = self._type(v)
+        if v not in self._writer:
+            if all(at is None for at in tile):
+                return v
+            if t.nbytes > self._least and (v in self._where.hosted or v in self._slices):
+                return self._read_there(v, tile)
+            dims = frozenset[int]()
+        else:
+            dims = self._dims[v]
+        for d, at in enumerate(tile):
+            other = lambda k, d=d: (*tile[:d], k, *tile[d + 1 :])
+            if at is not None and d not in dims:  # it is not made in such tiles
+                more = yield self._tile, v, other(None)
+                begin, end = self._bounds(t.shape[d])[at]
+                cutting = stacks.cutting(self._builder.types[more], d, end - begin)
+                position = Constant.position(begin, np.uint32)
+                return self._ours(cutting, (more, position), self._calls(v))
+            if at is None and d in dims:
+                pieces = []
+                for k in range(len(self._bounds(t.shape[d]))):
+                    piece = yield self._tile, v, other(k)
+                    pieces.append(piece)
+                types = tuple(self._builder.types[p] for p in pieces)
+                return self._ours(stacks.joining(types, d), pieces, self._calls(v))
+        i = self._writer[v]
+        cut, at = self._cuts[i], self._flat.equations[i].outputs.index(v)
+        labels = cut.rule.results[at] if cut else ()
+        along = {
+            x: k
+            for x, k in zip(labels, tile, strict=bool(cut))
+            if not (x is None or k is None)
+        }
+        found = yield self._part, i, _at(along)
+        return found[at]
+
+    def _read_there(self, v: int, tile: _Tile) -> int:
+        """A tile of an array in host memory."""
+        t, before = self._type(v), self._slices.get(v)
+        window, source = self._window(t, tile), v
+        if before is not None:
+            window, source = window.within(before.window), before.source
+        value = self._builder.value(dataclasses.replace(t, shape=self._shape(t, tile)))
+        self._slices[value] = Slice(value, source, window)
+        return value
+
+    def _calls(self, v: int) -> tuple[Any, ...]:
+        """Of what is made of a value."""
+        return self._flat.equations[self._writer[v]].within if v in self._writer else ()
+
+    def _ours(self, closed: Any, operands: Sequence[Atom], calls: tuple[Any, ...]) -> int:
+        """Adds what gives one result; returns that."""
+        (value,) = self._builder.ours(closed, operands, calls)
+        return value
+
+    # -- equations --------------------------------------------------------------------
+
+    def _part(self, i: int, at: _At) -> _Making:
+        """All results of an equation for some tiles along its labels."""
+        e, cut = self._flat.equations[i], self._cuts[i]
+        if cut is None:
+            operands: list[Atom] = []
+            for v in e.inputs:
+                is_number = isinstance(v, Constant)
+                value = v if is_number else (yield self._tile, v, _all(self._type(v)))
+                operands.append(value)
+            self._builder.equations.append(dataclasses.replace(e, inputs=tuple(operands)))
+            return e.outputs
+        if isinstance(cut.rule, factors.InOrder):
+            is_factor = e.name == factors.CHOLESKY
+            value = yield (self._factor if is_factor else self._solved), i, at
+            return (value,)
+        if cut.reduced:
+            value = yield self._sum, i, at, len(self._combinations(cut)) - 1
+            return (value,)
+        results = yield from self._applied(i, dict(at))
+        return results
+
+    def _combinations(self, cut: _Cut) -> list[tuple[int, ...]]:
+        """Which tiles are combined, along each reduced label."""
+        counts = (range(len(self._bounds(cut.lengths[x]))) for x in cut.reduced)
+        return list(itertools.product(*counts))
+
+    def _sum(self, i: int, at: _At, last: int) -> _Making:
+        """What a reduction has of its first parts, up to one of this number."""
+        cut, sofar = self._cuts[i], None
+        assert cut is not None
+        if last:
+            sofar = yield self._sum, i, at, last - 1
+        combinations = self._combinations(cut)
+        others = zip(cut.reduced, combinations[last], strict=True)
+        (value,) = yield from self._applied(i, dict((*at, *others)))
+        if sofar is None:
+            return value
+        (how,) = cut.rule.reduced[cut.reduced[0]]
+        assert how is not None
+        e, is_last = self._flat.equations[i], last == len(combinations) - 1
+        types = self._builder.types[sofar], self._builder.types[value]
+        dtype = self._type(e.outputs[0]).dtype if is_last else None
+        combining = parts.combining(how, *types, dtype)
+        return self._ours(combining, (sofar, value), e.within)
+
+    def _applied(
+        self, i: int, along: Mapping[int, int]
+    ) -> Generator[_Key, Any, Sequence[int]]:
+        """Adds an equation on tiles; returns its results."""
+        e, cut = self._flat.equations[i], self._cuts[i]
+        assert cut is not None
+        operands: list[Atom] = []
+        for v, labels in zip(e.inputs, cut.rule.operands, strict=True):
+            is_number = isinstance(v, Constant)
+            value = v if is_number else (yield self._tile, v, _tile_of(labels, along))
+            operands.append(value)
+        types = tuple(map(self._builder.type_of, operands))
+        shapes = tuple(
+            self._shape(self._type(v), _tile_of(labels, along))
+            for v, labels in zip(e.outputs, cut.rule.results, strict=True)
+        )
+        label = _first_label(e, cut)
+        key = id(e.origin), types, shapes, label
+        if key not in self._jaxprs:
+            dim = lambda labels: (labels.index(label), 1) if label in labels else None
+            where = Along(tuple(map(dim, cut.rule.operands)), dim(cut.rule.results[0]))
+            try:
+                self._jaxprs[key] = parts.on_part(e, types, shapes, where)
+            except Exception as error:  # as `parts.works` asks of each label by itself
+                raise _CannotBe from error
+        begin, _ = self._bounds(cut.lengths[label])[along[label]]
+        position = Constant.position(begin)
+        return self._builder.ours(self._jaxprs[key], (position, *operands), e.within)
+
+    # -- factors and systems ----------------------------------------------------------
+
+    def _factor(self, i: int, at: _At) -> _Making:
+        """A tile of a Cholesky factor: left of its diagonal, on it, or zeros."""
+        e, (row, column) = self._flat.equations[i], (k for _, k in at)
+        if row < column:
+            t = self._type(e.outputs[0])
+            shape = self._shape(t, _of_matrix(t, row, column))
+            zeros = factors.zeros(dataclasses.replace(t, shape=shape))
+            return self._ours(zeros, (), e.within)
+        left = yield self._left, i, at, column
+        if row == column:
+            closed = factors.factorised(self._builder.types[left])
+            return self._ours(closed, (left,), e.within)
+        diagonal = yield self._factor, i, _of_square(column, column)
+        types = (self._builder.types[v] for v in (diagonal, left))
+        return self._ours(factors.below(*types), (diagonal, left), e.within)
+
+    def _solved(self, i: int, at: _At) -> _Making:
+        """A tile of what solves a triangular system."""
+        e, number = self._flat.equations[i], dict(at)[factors.COLUMN]
+        left = yield self._left, i, at, len(self._before(e, number))
+        diagonal = yield self._of_system(e, number, number)
+        types = (self._builder.types[v] for v in (diagonal, left))
+        return self._ours(factors.solved(e, *types), (diagonal, left), e.within)
+
+    def _left(self, i: int, at: _At, count: int) -> _Making:
+        """A tile of what is factorised, or of the right side of a system, less its first
+        products with tiles that are known."""
+        e, along = self._flat.equations[i], dict(at)
+        if not count:
+            v, cut = e.inputs[-1], self._cuts[i]
+            assert isinstance(v, int)
+            assert cut is not None
+            value = yield self._tile, v, _tile_of(cut.rule.operands[-1], along)
+            return value
+        sofar = yield self._left, i, at, count - 1
+        if e.name == factors.CHOLESKY:
+            one = yield self._factor, i, _of_square(along[factors.ROW], count - 1)
+            other = yield self._factor, i, _of_square(along[factors.COLUMN], count - 1)
+        else:
+            number = along[factors.COLUMN]
+            known = self._before(e, number)[count - 1]
+            one = yield self._of_system(e, *factors.between(e, number, known))
+            other = yield self._solved, i, _at({**along, factors.COLUMN: known})
+        types = (self._builder.types[v] for v in (sofar, one, other))
+        return self._ours(factors.less(e, *types), (sofar, one, other), e.within)
+
+    def _before(self, e: Equation, number: int) -> Sequence[int]:
+        """Which tiles of what solves a system are needed for one of them."""
+        count = len(self._bounds(e.origin.invars[0].aval.shape[-1]))
+        return factors.solved_before(e, number, count)
+
+    def _of_system(self, e: Equation, row: int, column: int) -> _Key:
+        """What asks for a tile of a system's matrix."""
+        v = e.inputs[0]
+        assert isinstance(v, int)
+        return self._tile, v, _of_matrix(self._type(v), row, column)
+
+
+def _at(along: Mapping[int, int]) -> _At:
+    return tuple(sorted(along.items()))
+
+
+def _of_square(row: int, column: int) -> _At:
+    return _at({factors.ROW: row, factors.COLUMN: column})
+
+
+def _of_matrix(t: Type, row: int, column: int) -> _Tile:
+    """A tile of a matrix, or of each of several."""
+    return (*(None for _ in t.shape[:-2]), row, column)
+
+
+def _tile_of(labels: Sequence[int | None], along: Mapping[int, int]) -> _Tile:
+    """The tile of an operand or a result of which the rule has these labels."""
+    return tuple(None if x is None else along.get(x) for x in labels)
+
+
+def _bounds(side: int, n: int) -> list[tuple[int, int]]:
+    """Where tiles of about this side begin and end along a dimension of `n` positions.
+
+    Raises:
+      _CannotBe: where there would be too many.
+    """
+    count = -(-n // side)
+    if count > _MOST_TILES:
+        raise _CannotBe
+    even = (k for k in range(count, int(count * _MORE) + 1) if n % k == 0)
+    size = next((n // k for k in even), 0)
+    if not size:
+        size = min(n, -(-n // count // _ALIGNED) * _ALIGNED)
+    return stacks.bounds(n, size)
+
+
+def _lengths(sides: Sequence[tuple[Type, Sequence[int | None]]]) -> dict[int, int]:
+    """How long each label is, of those that are as long in all dimensions."""
+    found: dict[int, set[int]] = {}
+    for t, labels in sides:
+        for n, x in zip(t.shape, labels, strict=True):
+            if x is not None:
+                found.setdefault(x, set()).add(n)
+    return {x: max(each) for x, each in found.items() if len(each) == 1}
+
+
+def _done_together(e: Equation, rule: Rule, lengths: Mapping[int, int]) -> dict[int, int]:
+    """Those labels along all of which an equation can be cut at once."""
+    everywhere = [x for x in lengths if all(x in labels for labels in rule.results)]
+    of_one = len(e.outputs) == 1
+    reduced = [x for x in lengths if of_one and rule.reduced.get(x, (SAME,)) != (SAME,)]
+    along = [*everywhere, *reduced]
+    calls = any(True for _ in nested(e.origin))
+    if e.name == "gather" and reduced:  # of what it indexes a part, all of each window
+        along = [*(x for x in everywhere if x in rule.operands[1]), *reduced[:1]]
+    elif e.name in _ALONG_ONE or calls or _goes_by_one_position(e):
+        along = sorted(along, key=lambda x: (x in reduced, -lengths[x]))[:1]
+    return {x: lengths[x] for x in along}
+
+
+def _goes_by_one_position(e: Equation) -> bool:
+    """Whether an equation must be told where a part begins along each label."""
+    return parts.goes_by_position(e) and e.name not in ("iota", "gather")
+
+
+def _first_label(e: Equation, cut: _Cut) -> int:
+    """The label of which an equation is told the position."""
+    if e.name == "iota":
+        label = cut.rule.results[0][e.origin.params["dimension"]]
+        if label in cut.lengths:
+            return label
+    return next(iter(cut.reduced or cut.lengths))
+
+
+def _all(t: Type) -> _Tile:
+    return (None,) * len(t.shape)
+
+
+def _is_plain(t: Type) -> bool:
+    """Whether it is of numbers of whole bytes."""
+    return not is_key(t.dtype) and not is_packed(t.dtype)

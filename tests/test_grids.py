@@ -1,0 +1,328 @@
+"""What is large in tiles of one size: products of products, factors, triangular systems."""
+
+import collections
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import assert_same, unconstrained_peak
+from flat import evaluated, flat_of
+from hypothesis import given, settings, strategies as st
+from jax import lax
+from jax.scipy.linalg import cho_solve, solve_triangular
+
+import jturnip
+from jturnip.frontend import blocks
+from jturnip.frontend.axes import Known
+from jturnip.frontend.choosing import Where
+from jturnip.frontend.effort import Sofar
+from jturnip.frontend.grids import in_grids
+from jturnip.frontend.values import Constant, FlatJaxpr, Parts
+
+
+RANDOM = np.random.default_rng(0)
+
+
+def array(*shape: int, dtype: Any = np.float32) -> Any:
+    real, imaginary = RANDOM.normal(size=(2, *shape))
+    return (real + 1j * imaginary if dtype == np.complex64 else real).astype(dtype)
+
+
+def definite(n: int, dtype: Any = np.float32) -> Any:
+    a = array(n, n, dtype=dtype)
+    return (a @ a.conj().T / n + np.eye(n)).astype(dtype)
+
+
+def triangle(n: int, dtype: Any = np.float32) -> Any:
+    """As good to solve with as a matrix can be."""
+    return (array(n, n, dtype=dtype) / n + 2 * np.eye(n)).astype(dtype)
+
+
+def tiled(flat: FlatJaxpr, tiles: int, n: int, hosted: bool = True) -> FlatJaxpr:
+    """A function with matrices of `n` rows in about `tiles` tiles along each side."""
+    inputs = frozenset(flat.inputs)
+    where = Where(inputs) if hosted else Where(frozenset(), inputs)
+    side = -(-n // tiles)
+    return next(in_grids(flat, where, 16 * 4 * side * side, Known()))
+
+
+def numbers_of(parts: Parts) -> np.ndarray:
+    """How often each position of a result is in one of its parts."""
+    count = np.zeros(parts.type.shape, int)
+    for window in parts.windows:
+        count[window.index] += 1
+    return count
+
+
+# -- functions ---------------------------------------------------------------------------
+
+
+def kernel(x: Any, scale: Any = 1.0) -> Any:
+    squares = jnp.sum(x**2, 1)
+    distances = squares[:, None] + squares - 2 * x @ x.T
+    return jnp.exp(-0.5 * scale * distances) + 0.1 * jnp.eye(x.shape[0])
+
+
+def likelihood(x: Any, y: Any, scale: Any = 1.0) -> Any:
+    """Of observations under a Gaussian process."""
+    lower = jnp.linalg.cholesky(kernel(x, scale))
+    z = solve_triangular(lower, y, lower=True)
+    return 0.5 * z @ z + jnp.sum(jnp.log(jnp.diagonal(lower)))
+
+
+def posterior(x: Any, y: Any, new: Any) -> Any:
+    """Mean and variance at new points."""
+    lower = jnp.linalg.cholesky(kernel(x))
+    across = jnp.exp(-jnp.sum((new[:, None] - x) ** 2, -1))
+    half = solve_triangular(lower, across.T, lower=True)
+    return across @ cho_solve((lower, True), y), 1 - jnp.sum(half * half, 0)
+
+
+def step_of_newton_and_schulz(x: Any) -> Any:
+    gram = x @ x.T
+    return 3.4 * x + (-4.8 * gram + 2.0 * gram @ gram) @ x
+
+
+def correlations(x: Any) -> Any:
+    centred = x - x.mean(0)
+    found = centred.T @ centred
+    scales = jnp.sqrt(jnp.diagonal(found))
+    return found / scales[:, None] / scales
+
+
+def attention_twice(q: Any, v: Any) -> Any:
+    scores = jax.nn.softmax(q @ q.T, axis=-1)
+    return scores @ (scores @ v)
+
+
+def several(a: Any) -> Any:
+    return jnp.linalg.cholesky(a), solve_triangular(a, a[:, :, :1], lower=True)
+
+
+def masked(a: Any) -> Any:
+    return jnp.triu(a) @ jnp.tril(a, -1), a[::-1].T, jnp.argmax(a, 1), jnp.sort(a, 0)
+
+
+def looked_up(a: Any) -> Any:
+    rows = jnp.arange(a.shape[0])
+    return a[rows, rows[::-1]], a[rows % 7], a.at[rows, rows].add(1.0)
+
+
+FUNCTIONS: dict[str, tuple[Callable[..., Any], Sequence[Any]]] = {
+    "factor": (jnp.linalg.cholesky, [definite(48)]),
+    "factor of uneven tiles": (jnp.linalg.cholesky, [definite(53)]),
+    "factor of complex numbers": (jnp.linalg.cholesky, [definite(48, np.complex64)]),
+    "factors of several": (several, [np.stack([definite(48), definite(48)])]),
+    "likelihood": (likelihood, [array(48, 3), array(48)]),
+    "its gradient": (
+        jax.grad(likelihood, (0, 2)),
+        [array(48, 3), array(48), np.float32(1)],
+    ),
+    "posterior": (posterior, [array(48, 3), array(48), array(33, 3)]),
+    "product of products": (step_of_newton_and_schulz, [array(48, 48) / 7]),
+    "its gradient, too": (
+        jax.grad(lambda x: jnp.sum(step_of_newton_and_schulz(x) ** 2)),
+        [array(48, 48) / 7],
+    ),
+    "correlations": (correlations, [array(48, 48)]),
+    "attention twice": (attention_twice, [array(48, 5), array(48, 5)]),
+    "products of 16 bits": (lambda a: a @ (a @ a), [array(48, 48).astype(jnp.bfloat16)]),
+    "masks, and what sorts": (masked, [array(48, 48)]),
+    "what is looked up": (looked_up, [array(48, 48)]),
+    "a batch through a loop": (
+        lambda a: lax.scan(lambda c, x: (jnp.tanh(c + x), c.sum(0)), a, a[:3])[0],
+        [array(48, 48)],
+    ),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("hosted", [True, False])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_tiles_give_the_same(name: str, hosted: bool):
+    """Sums are of other parts of a row: some roundings of the largest number."""
+    fn, args = FUNCTIONS[name]
+    flat = flat_of(fn, *args)
+    made = tiled(flat, 3, 48, hosted)
+    assert len(made.equations) > len(flat.equations)
+    expected = evaluated(flat, *args)
+    assert_same(evaluated(made, *args), expected, ulps=64)
+    for output in made.outputs:
+        if isinstance(output, Parts):
+            assert (numbers_of(output) == 1).all()
+
+
+SIDES = list(itertools.product([True, False], repeat=4))
+
+
+@pytest.mark.parametrize(("left_side", "lower", "transpose", "unit"), SIDES)
+@pytest.mark.parametrize("dtype", [np.float32, np.complex64])
+def test_systems_are_solved_tile_by_tile(
+    left_side: bool, lower: bool, transpose: bool, unit: bool, dtype: Any
+):
+    """Of any kind, and with a right side that is cut or not."""
+    n, m = 12, 9
+    how = {
+        "left_side": left_side,
+        "lower": lower,
+        "transpose_a": transpose,
+        "conjugate_a": transpose and dtype == np.complex64,
+        "unit_diagonal": unit,
+    }
+    solve = lambda a, b: lax.linalg.triangular_solve(a, b, **how)
+    a = triangle(n, dtype)
+    right = array(n, m, dtype=dtype) if left_side else array(m, n, dtype=dtype)
+    for b in (right, right[:, :1] if left_side else right[:1]):
+        flat = flat_of(solve, a, b)
+        made = tiled(flat, 3 if dtype == np.float32 else 2, n)
+        assert len(made.equations) > 3
+        assert_same(evaluated(made, a, b), [solve(a, b)], ulps=64)
+
+
+def test_tiles_of_one_size_are_few_different_tasks():
+    flat = flat_of(jnp.linalg.cholesky, definite(64))
+    made = tiled(flat, 4, 64)
+    heavy = {"cholesky", "triangular_solve", "dot_general"}
+    kinds = collections.Counter(
+        (e.name, *map(made.type_of, e.inputs)) for e in made.equations if e.name in heavy
+    )
+    assert sorted(kinds.values()) == [4, 6, 10]
+
+
+def test_right_of_the_diagonal_nothing_is_read():
+    factor = lambda a: lax.linalg.cholesky(a, symmetrize_input=False)
+    made = tiled(flat_of(factor, definite(64)), 4, 64)
+    assert len(made.slices) == 10
+    assert all(s.window.bounds[0][0] >= s.window.bounds[1][0] for s in made.slices)
+
+
+def test_an_array_on_the_device_is_cut_there():
+    made = tiled(flat_of(jnp.linalg.cholesky, definite(64)), 4, 64, hosted=False)
+    assert not made.slices
+    cuts = [e for e in made.equations if e.name == "dynamic_slice"]
+    assert all(isinstance(v, Constant) for e in cuts for v in e.inputs[1:])
+
+
+def test_what_would_be_too_many_tiles_is_left():
+    flat = flat_of(lambda x: jnp.cumsum(jnp.sin(x)), array(1 << 16))
+    where = Where(frozenset(flat.inputs))
+    assert not [*in_grids(flat, where, 1 << 16, Known())]
+
+
+def test_what_has_no_axis_stays_whole():
+    flat = flat_of(lambda a: jnp.linalg.eigh(a @ a.T)[0], array(48, 48))
+    made = tiled(flat, 3, 48)
+    (eigh,) = (e for e in made.equations if e.name == "eigh")
+    assert made.operand_types(eigh)[0].shape == (48, 48)
+
+
+@pytest.mark.long
+@settings(max_examples=6, deadline=None)
+@given(st.integers(3, 40), st.integers(4, 17), st.integers(1, 20), st.booleans())
+def test_tiles_of_any_size_give_the_same(n: int, side: int, m: int, hosted: bool):
+    def fn(a: Any, b: Any) -> Any:
+        lower = jnp.linalg.cholesky(a)
+        return lower, solve_triangular(lower, b, lower=True, trans=1), b.T @ lower
+
+    args = definite(n), array(n, m)
+    flat = flat_of(fn, *args)
+    inputs = frozenset(flat.inputs)
+    where = Where(inputs) if hosted else Where(frozenset(), inputs)
+    for made in in_grids(flat, where, 64 * side * side, Known()):
+        assert_same(evaluated(made, *args), evaluated(flat, *args), ulps=64)
+
+
+# -- when ------------------------------------------------------------------------------
+
+
+def ways_of(*counts: int, **how: Any) -> list[blocks.Ways]:
+    """Ways to cut a function into so many tasks."""
+    flat = flat_of(jnp.dot, np.eye(2), np.eye(2))
+    cut = lambda n: dataclasses.replace(flat, equations=flat.equations * n)
+    return [blocks.Ways((cut(n),), **how) for n in counts]
+
+
+def order(*counts: int, fits_at: int | None = None, waits: bool = False) -> str:
+    """In which order ways along one axis (a) and in tiles along all (g) come, of which one
+    fits, if any."""
+    sofar, found = Sofar(), ""
+    grids = ways_of(300, 400, in_grids=True)
+    for number, each in enumerate(
+        blocks._with_grids(iter(ways_of(*counts)), iter(grids), sofar)
+    ):
+        found += "g" if each.in_grids else "a"
+        if number == fits_at:
+            sofar.fits, sofar.waits = True, waits
+    return found
+
+
+def test_tiles_come_where_what_fits_waits_or_nothing_does():
+    assert order(10, 10, 10) == "aaagg"
+    assert order(10, 10, 10, 10, 10, 10) == "aaaagaag"
+    assert order(10, 250, 350, 350) == "aagaag"
+    assert order(10, 10, 10, 10, 350) == "aaaagag"
+    assert order(10, 10, 10, fits_at=0) == "aaa"
+    assert order(10, 10, 10, fits_at=0, waits=True) == "agaa"
+    assert order(10, 350, fits_at=1) == "aga"
+    assert order(10, 250, fits_at=1, waits=True) == "aag"
+
+
+# -- in a budget -----------------------------------------------------------------------
+
+
+def host(args: Sequence[Any]) -> list[Any]:
+    return [jturnip.host(x) for x in args]
+
+
+IN_A_BUDGET = {
+    "factor": (jnp.linalg.cholesky, [definite(256)]),
+    "likelihood": (likelihood, [array(256, 3), array(256)]),
+    "product of products": (step_of_newton_and_schulz, [array(256, 256) / 16]),
+    "system": (
+        lambda a, b: jax.scipy.linalg.solve(a, b, assume_a="pos"),
+        [definite(256), array(256)],
+    ),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("share", [2, 4])
+@pytest.mark.parametrize("name", IN_A_BUDGET)
+def test_what_is_read_from_both_sides_runs_in_a_part_of_its_peak(name: str, share: int):
+    """All but the product were refused."""
+    fn, args = IN_A_BUDGET[name]
+    budget = unconstrained_peak(fn, *args) // share
+    within = jturnip.jit(fn, budget)
+    found = within(*host(args))
+    assert_same(found, jax.jit(fn)(*args), ulps=256)  # of 256 terms in another order
+    assert within.last_run.peak_bytes <= budget
+
+
+@pytest.mark.long
+def test_a_gradient_of_a_likelihood_runs_in_a_part_of_its_peak():
+    args = array(256, 3), array(256), np.float32(1)
+    gradient = jax.grad(likelihood, 2)
+    budget = unconstrained_peak(gradient, *args) // 4
+    found = jturnip.jit(gradient, budget)(*host(args))
+    assert_same(found, jax.jit(gradient)(*args), ulps=4096)  # of differences of large terms
+
+
+def test_what_is_not_positive_definite_is_seen_in_what_follows():
+    """A factor is NaN from the tile on in which that is seen, and so is what is made of
+    it; `jax.jit` has NaN in all of the factor."""
+    args = np.diag(np.r_[np.ones(200), -1, np.ones(55)]).astype(np.float32), array(256)
+
+    def fn(a: Any, y: Any) -> Any:
+        lower = jnp.linalg.cholesky(a)
+        return lower, jnp.sum(jnp.log(jnp.diagonal(lower))), cho_solve((lower, True), y)
+
+    budget = unconstrained_peak(fn, *args) // 3
+    lower, logarithm, solved = jturnip.jit(fn, budget)(*host(args))
+    assert jnp.isnan(lower).any()
+    assert jnp.isnan(logarithm)
+    assert jnp.isnan(solved).all()

@@ -11,6 +11,7 @@ import jax
 
 from jturnip import compat, memory, placement
 from jturnip.compat import Device
+from jturnip.frontend.wide import as_traced, types_as_traced
 from jturnip.graph.plan import Plan
 from jturnip.graph.report import RunReport
 from jturnip.memory import device_bytes
@@ -59,6 +60,7 @@ class ProgramRunner:
         in_places: Sequence[Any],
         on_host: Sequence[int] = (),
         keeping: Keeping | None = None,
+        has_wide_parts: bool = False,
     ):
         """Of a piece.
 
@@ -77,6 +79,7 @@ class ProgramRunner:
           on_host: positions of the arguments that the caller keeps in host memory.
           keeping: makes the piece again, to keep other arrays between calls; None where
             none are kept.
+          has_wide_parts: whether a part of the function is in 64 bits, in a process of 32.
         """
         self.piece = piece
         self.plan = piece.plan
@@ -93,6 +96,7 @@ class ProgramRunner:
         # Counted with the first run, whose call it was that had tasks tried out.
         self._tried = tried
         self._keeping = keeping
+        self._has_wide_parts = has_wide_parts
         # What the last call had at positions whose arguments may be kept; where that was
         # not what the call before had; and positions whose arguments are not kept any more.
         self._on_host = tuple(on_host)
@@ -118,7 +122,9 @@ class ProgramRunner:
         outer = sys.exc_info()[1]
         try:
             self._turn.check()
-            with self._turn.lock:
+            if self._has_wide_parts:
+                leaves = list(map(as_traced, leaves))
+            with self._turn.lock, types_as_traced(self._has_wide_parts):
                 return self._run(leaves)
         except BaseException as error:
             self._turn.kept.clear()

@@ -1,6 +1,7 @@
 """The second stage: a function taken apart, and its plan when first asked for."""
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import threading
@@ -12,6 +13,7 @@ import jax
 from jturnip import compat, placement
 from jturnip.errors import DoesNotFit, HostMemoryError, UnsupportedError
 from jturnip.frontend.values import Type
+from jturnip.frontend.wide import has_wide_parts, types_as_traced
 from jturnip.graph.plan import Plan
 from jturnip.hardware import Accelerator, HostLink, accelerator, host_link
 from jturnip.placement import Whose
@@ -35,10 +37,17 @@ class Lowered:
     def __init__(self, asked: Asked):
         self._asked = asked
         self._traced = asked.traced
-        self._budgeted = Budgeted(asked)
+        self._has_wide_parts = has_wide_parts(asked.traced.jaxpr)
+        with self._types:
+            self._budgeted = Budgeted(asked)
         # What was compiled for predictions: the next needs most of it again.
         self._of_prediction: list[Any] = []
         self._lock = threading.RLock()
+
+    @property
+    def _types(self) -> contextlib.AbstractContextManager[None]:
+        """In which all is done with what the function is made of."""
+        return types_as_traced(self._has_wide_parts)
 
     def __repr__(self) -> str:
         name = getattr(self._traced, "fun_name", "a function")
@@ -104,7 +113,7 @@ class Lowered:
 
     @functools.cached_property
     def _plan(self) -> Plan:
-        with self._lock:
+        with self._lock, self._types:
             return self._budgeted.plan
 
     @functools.cached_property
@@ -116,15 +125,17 @@ class Lowered:
           HostMemoryError, UnsupportedError: as `plan` does.
         """
         kept: list[Any] = []
-        return smallest(functools.partial(refused_in, self._asked, kept=kept))
+        with self._types:
+            return smallest(functools.partial(refused_in, self._asked, kept=kept))
 
     @functools.cached_property
     def seconds_asked(self) -> float | None:
         """Seconds of a call as expected: none as one executable; None where it is refused.
         Compiles tasks, and runs none."""
         try:
-            whole = self._budgeted.whole is not None
-            return 0.0 if whole else self._budgeted.program.plan.predicted_seconds
+            with self._types:
+                whole = self._budgeted.whole is not None
+                return 0.0 if whole else self._budgeted.program.plan.predicted_seconds
         except (DoesNotFit, HostMemoryError, UnsupportedError):
             return None
 
@@ -138,7 +149,7 @@ class Lowered:
         asked = self._asked
         if compiler_options:
             return Lowered(asked.compiled_with(compiler_options)).compile()
-        with self._lock:
+        with self._lock, self._types:
             budgeted = self._budgeted
             if budgeted.whole is not None:
                 program, runner = None, self._runner_of_whole()
@@ -200,6 +211,7 @@ class Lowered:
             asked.in_places,
             flattened.held((Whose.CALLER_HOST,)),
             keeping_less if asked.keeps else None,
+            self._has_wide_parts,
         )
 
     @compat.api_boundary
@@ -236,7 +248,7 @@ class Lowered:
         over = None if link is None else host_link(link)
         if on is not None and over is None:
             over = host_link(on.link)
-        with self._lock:
+        with self._lock, self._types:
             return prediction.predicted(self._budgeted, on, over, self._of_prediction)
 
 

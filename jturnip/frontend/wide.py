@@ -1,0 +1,50 @@
+"""Functions of which a part is in 64 bits, in a process of 32.
+
+`jax.enable_x64` holds for what is traced within it, and so a function of 32 bits may have
+values of 64. JAX makes 32 bits of such types wherever it meets them outside: in structs, in
+new traces, in arguments of executables. So what is done with such a function is done with
+64 bits enabled; each of its equations still has the types that it was traced with.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from jturnip.frontend.hints import nested
+from jturnip.frontend.values import Type, needs_x64
+
+
+def has_wide_parts(closed: Any) -> bool:
+    """Whether a jaxpr has values at any depth of more bits than JAX would give them now."""
+    found = set[Any]()
+    _add_dtypes(closed, found)
+    return needs_x64(Type((), dtype) for dtype in found if isinstance(dtype, np.dtype))
+
+
+def _add_dtypes(closed: Any, found: set[Any]) -> None:
+    jaxpr = getattr(closed, "jaxpr", closed)
+    for v in (*jaxpr.invars, *jaxpr.constvars):
+        found.add(getattr(v.aval, "dtype", None))
+    for eqn in jaxpr.eqns:
+        for v in eqn.outvars:
+            found.add(getattr(v.aval, "dtype", None))
+        for inner in nested(eqn):
+            _add_dtypes(inner, found)
+
+
+@contextlib.contextmanager
+def types_as_traced(has_wide_parts: bool) -> Iterator[None]:
+    """Within it, values have the types that they were traced with."""
+    with jax.enable_x64(True) if has_wide_parts else contextlib.nullcontext():
+        yield
+
+
+def as_traced(leaf: Any) -> Any:
+    """An argument of a call as it is traced: numpy's numbers have 32 bits."""
+    if isinstance(leaf, jax.Array):
+        return leaf
+    array = np.asarray(leaf)
+    return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)

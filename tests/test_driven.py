@@ -911,7 +911,7 @@ def test_rows_of_scans_in_scans_are_not_taken_apart():
     gpu_bytes = jturnip.peak_bytes(fn, a, b) // 3
     f = jturnip.jit(fn, gpu_bytes)
     np.testing.assert_array_equal(f(*jturnip.host((a, b))), jax.jit(fn)(a, b))
-    assert len(f.last_run.order) < 20
+    assert len(f.last_run.order) < 40  # some of the sequences at a time
     assert f.last_run.peak_bytes <= gpu_bytes
 
 
@@ -1236,8 +1236,8 @@ def test_a_body_that_never_fits_is_not_tried_for_each_carried_value(monkeypatch)
     def fn(matrix: Any, state: Any) -> Any:
         def step(carried: Any) -> Any:
             count, *state = carried
-            factor = jnp.linalg.cholesky(matrix + count * jnp.eye(len(matrix)))
-            return count + 1, *(factor.sum() + s for s in state)
+            values = jnp.linalg.eigvalsh(matrix + count * jnp.eye(len(matrix)))
+            return count + 1, *(values.sum() + s for s in state)
 
         return lax.while_loop(lambda carried: carried[0] < 3, step, (0, *state))
 
@@ -1246,7 +1246,7 @@ def test_a_body_that_never_fits_is_not_tried_for_each_carried_value(monkeypatch)
     spy = lambda *args: (sent.append(args), send(*args))
     monkeypatch.setattr(driven_programs, "_send_larger_half", spy)
     state = [np.full(n, 1.0, np.float32) for n in range(1, 9)]
-    with pytest.raises(jturnip.DoesNotFit, match="cholesky"):
+    with pytest.raises(jturnip.DoesNotFit, match="eigh"):
         jturnip.jit(fn, 200_000)(np.eye(400, dtype=np.float32), state)
     assert not sent
 

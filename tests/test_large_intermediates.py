@@ -23,10 +23,10 @@ QUICK = (
 )
 # The same for what tries many budgets; where much can be cut, that takes minutes, and is
 # done for some.
-VERY_QUICK = ("a gaussian process",)
+VERY_QUICK = ("filtered by ffts",)
 SEARCHED = (
     *VERY_QUICK,
-    "filtered by ffts",
+    "a gaussian process",
     "a product of matrices",
     "channels filtered along time",
     "a stack of convolutions",

@@ -142,7 +142,8 @@ def a_gaussian_process(x: Any, y: Any) -> Any:
 
 @case((long(256), 3), (long(256),))
 def gradients_of_a_gaussian_process(x: Any, y: Any) -> Any:
-    return jax.grad(a_gaussian_process, (0, 1))(x, y)
+    """Of points far from one another: the system is solved as exactly as it is given."""
+    return jax.grad(lambda x, y: a_gaussian_process(8 * x, y), (0, 1))(x, y)
 
 
 @case((long(256), 3), (long(256),), (long(256), 3))

@@ -194,6 +194,15 @@ def test_tiles_of_one_size_are_few_different_tasks():
     assert sorted(kinds.values()) == [4, 6, 10]
 
 
+def test_a_dimension_a_little_longer_than_a_tile_is_cut_in_two():
+    """Sums of 16 bits were left in 32 where it was not."""
+    args = array(64, 13).astype(jnp.bfloat16), array(13, 64).astype(jnp.bfloat16)
+    flat = flat_of(jnp.matmul, *args)
+    where = Where(frozenset(flat.inputs))
+    made = next(in_grids(flat, where, 16 * 2 * 12 * 12, Known()))
+    assert_same(evaluated(made, *args), evaluated(flat, *args), ulps=1)
+
+
 def test_right_of_the_diagonal_nothing_is_read():
     factor = lambda a: lax.linalg.cholesky(a, symmetrize_input=False)
     made = tiled(flat_of(factor, definite(64)), 4, 64)
@@ -268,6 +277,7 @@ def test_tiles_come_where_what_fits_waits_or_nothing_does():
     assert order(10, 10, 10, 10, 350) == "aaaagag"
     assert order(10, 10, 10, fits_at=0) == "aaa"
     assert order(10, 10, 10, fits_at=0, waits=True) == "agaa"
+    assert order(10, 250) == "aagg"
     assert order(10, 350, fits_at=1) == "aga"
     assert order(10, 250, fits_at=1, waits=True) == "aag"
 

@@ -92,8 +92,9 @@ def test_wide_parts_are_seen_at_any_depth():
     seen = lambda fn: has_wide_parts(jax.jit(fn).trace(X).jaxpr)
     assert not seen(jnp.sin)
     assert all(map(seen, FUNCTIONS))
-    with jax.enable_x64(True):  # what JAX gives them anyway
-        assert not any(map(seen, FUNCTIONS))
+    with jax.enable_x64(True):  # they may be compiled and run without
+        assert all(map(seen, FUNCTIONS))
+        assert not seen(jnp.sin)
 
 
 def test_arguments_have_the_types_that_are_traced():
@@ -101,3 +102,16 @@ def test_arguments_have_the_types_that_are_traced():
         assert as_traced(leaf).dtype == jax.jit(jnp.copy).trace(leaf).out_info.dtype
     array = jnp.ones(3)
     assert as_traced(array) is array
+    with pytest.raises(OverflowError):
+        as_traced(2**40)
+
+
+def test_it_is_lowered_in_64_bits_and_run_in_32():
+    with jax.enable_x64(True):
+        x = jnp.asarray(X, "float64")
+        fn = lambda x: jnp.tanh(x @ x) @ x
+        budget, expected = unconstrained_peak(fn, x) * 3 // 4, jax.jit(fn)(x)
+        lowered = jturnip.jit(fn, budget).lower(jturnip.host(x))
+    compiled = lowered.compile()
+    assert compiled.plan.strategy != "whole"
+    assert_same(compiled(jturnip.host(x)), expected, ulps=64)

@@ -23,7 +23,7 @@ from jturnip.frontend.axes import Known, rules
 from jturnip.frontend.choosing import Room, Search, Where as Where, cut_once
 from jturnip.frontend.costs import WRITTEN, DeviceRates
 from jturnip.frontend.effort import Effort, Sofar
-from jturnip.frontend.factors import CHOLESKY, has_factors, rule_in_order
+from jturnip.frontend.factors import CHOLESKY, SOLVE, has_factors, rule_in_order
 from jturnip.frontend.grids import in_grids
 from jturnip.frontend.materializing import Again
 from jturnip.frontend.repeats import repeated
@@ -213,10 +213,11 @@ def cut_along_axes(
         yield from others
         return
     grids = _ways_in_grids(flat, where, arena, known, effort)
-    if has_factors(flat, arena // _OF_FACTOR):
+    if has_factors(flat, arena // _OF_FACTOR) and not sofar.fits:
         for ways in grids:
             yield ways
             if sofar.fits:
+                yield from others if sofar.waits else ()
                 return
     yield from _with_grids(others, grids, sofar)
 
@@ -264,8 +265,8 @@ def _with_grids(
             break
     if sofar.waits:
         grid = grid if is_asked else next(grids, None)
-        if grid is not None:
-            yield grid
+    if grid is not None and (sofar.waits or not sofar.fits):
+        yield grid
     yield from others
     if not sofar.fits:
         yield from grids
@@ -572,9 +573,10 @@ def in_the_way(flat: FlatJaxpr, arena: int) -> str:
         return ""
     some = dataclasses.replace(flat, equations=tuple(flat.equations[i] for i in among))
     axes = dict(zip(among, rules(some, parts.works, Known()), strict=True))
-    factors = [i for i in among if flat.equations[i].name == CHOLESKY]
+    factors = [i for i in among if flat.equations[i].name in (CHOLESKY, SOLVE)]
     for i in factors:  # they have axes, in tiles
-        axes[i] = rule_in_order(flat.equations[i], flat.operand_types(flat.equations[i]))
+        e = flat.equations[i]
+        axes[i] = axes[i] or rule_in_order(e, flat.operand_types(e))
     i = max(among, key=lambda i: (axes[i] is None, i in factors, large[i]))
     e = flat.equations[i]
     said = f'"{e.name}" ({e.source or "unknown line"})'

@@ -68,68 +68,56 @@ def between(e: Equation, number: int, known: int) -> tuple[int, int]:
     return (column, row) if params["transpose_a"] else (row, column)
 
 
-@functools.lru_cache(maxsize=256)
 def zeros(t: Type) -> Any:
     """A tile right of the diagonal of a factor, as a jaxpr."""
     return jax.make_jaxpr(lambda: lax.full(t.shape, 0, t.dtype))()
 
 
-@functools.lru_cache(maxsize=256)
-def factorised(t: Type) -> Any:
-    """A tile on the diagonal, as a jaxpr of what is left there."""
+def factorised(e: Equation, left: Type) -> Any:
+    """A tile on the diagonal of a factor, as a jaxpr of what is left there."""
+    del e
     factor = functools.partial(lax.linalg.cholesky, symmetrize_input=False)
-    return jax.make_jaxpr(factor)(t.struct())
+    return jax.make_jaxpr(factor)(left.struct())
 
 
-def below(diagonal: Type, left: Type) -> Any:
-    """A tile of a factor, as a jaxpr of that on the diagonal above it and of what is left
-    there."""
-    return _solving(
-        diagonal,
-        left,
+def below(e: Equation, diagonal: Type, left: Type) -> Any:
+    """Another tile of a factor, as a jaxpr of that on the diagonal above it and of what is
+    left there."""
+    del e
+    solve = functools.partial(
+        lax.linalg.triangular_solve,
         left_side=False,
         lower=True,
         transpose_a=True,
         conjugate_a=True,
-        unit_diagonal=False,
     )
+    return jax.make_jaxpr(solve)(diagonal.struct(), left.struct())
 
 
 def solved(e: Equation, diagonal: Type, left: Type) -> Any:
     """A tile of what solves a system, as a jaxpr of that on the diagonal of its matrix and
     of what is left of the right side."""
-    return _solving(diagonal, left, **e.origin.params)
+    solve = functools.partial(lax.linalg.triangular_solve, **e.origin.params)
+    return jax.make_jaxpr(solve)(diagonal.struct(), left.struct())
 
 
-@functools.lru_cache(maxsize=256)
-def _solving(matrix: Type, right: Type, **params: bool) -> Any:
-    solve = functools.partial(lax.linalg.triangular_solve, **params)
-    return jax.make_jaxpr(solve)(matrix.struct(), right.struct())
-
-
-def less(e: Equation, sofar: Type, one: Type, other: Type) -> Any:
+def less(e: Equation, left: Type, one: Type, other: Type) -> Any:
     """What is left after one more product, as a jaxpr of what was left before and of two
-    tiles: of a factor, each of a row; of a system's matrix, and of what solves it."""
-    if e.name == CHOLESKY:
-        return _less(sofar, one, other, False, False, True, True)
+    tiles: of a factor, each of a row; or of a system's matrix, and of what solves it."""
     params = e.origin.params
-    how = params["transpose_a"], params["conjugate_a"]
-    if params["left_side"]:
-        return _less(sofar, one, other, *how, False, False)
-    return _less(sofar, other, one, False, False, *how, swapped=True)
+
+    def product(one: Any, other: Any) -> Any:
+        if e.name == CHOLESKY:
+            return _product(one, _changed(other, True, True))
+        one = _changed(one, params["transpose_a"], params["conjugate_a"])
+        return _product(one, other) if params["left_side"] else _product(other, one)
+
+    function = lambda left, one, other: left - product(one, other)
+    return jax.make_jaxpr(function)(left.struct(), one.struct(), other.struct())
 
 
-@functools.lru_cache(maxsize=256)
-def _less(sofar: Type, one: Type, other: Type, *how: bool, swapped: bool = False) -> Any:
-    """A matrix less a product, of two that may each be transposed and conjugated before."""
-
-    def function(sofar: Any, one: Any, other: Any) -> Any:
-        one, other = (other, one) if swapped else (one, other)
-        one, other = _changed(one, *how[:2]), _changed(other, *how[2:])
-        return sofar - jnp.matmul(one, other, precision=lax.Precision.HIGHEST)
-
-    operands = (other, one) if swapped else (one, other)
-    return jax.make_jaxpr(function)(sofar.struct(), *(t.struct() for t in operands))
+def _product(a: Any, b: Any) -> Any:
+    return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
 
 
 def _changed(x: Any, transposed: bool, conjugated: bool) -> Any:

@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -139,6 +139,7 @@ class _Grids:
         self._bounds = functools.cache(functools.partial(_bounds, self.side))
         self._there: dict[_Key, Any] = {}
         self._jaxprs: dict[_Key, Any] = {}
+        self._combined: dict[int, list[tuple[int, ...]]] = {}
 
     @property
     def counts(self) -> dict[int, int] | None:
@@ -320,15 +321,19 @@ class _Grids:
             value = yield (self._factor if is_factor else self._solved), i, at
             return (value,)
         if cut.reduced:
-            value = yield self._sum, i, at, len(self._combinations(cut)) - 1
+            value = yield self._sum, i, at, len(self._combinations(i)) - 1
             return (value,)
         results = yield from self._applied(i, dict(at))
         return results
 
-    def _combinations(self, cut: _Cut) -> list[tuple[int, ...]]:
-        """Which tiles are combined, along each reduced label."""
-        counts = (range(len(self._bounds(cut.lengths[x]))) for x in cut.reduced)
-        return list(itertools.product(*counts))
+    def _combinations(self, i: int) -> list[tuple[int, ...]]:
+        """Which tiles of an equation are combined, along each reduced label."""
+        if i not in self._combined:
+            cut = self._cuts[i]
+            assert cut is not None
+            counts = (range(len(self._bounds(cut.lengths[x]))) for x in cut.reduced)
+            self._combined[i] = list(itertools.product(*counts))
+        return self._combined[i]
 
     def _sum(self, i: int, at: _At, last: int) -> _Making:
         """What a reduction has of its first parts, up to one of this number."""
@@ -336,7 +341,7 @@ class _Grids:
         assert cut is not None
         if last:
             sofar = yield self._sum, i, at, last - 1
-        combinations = self._combinations(cut)
+        combinations = self._combinations(i)
         others = zip(cut.reduced, combinations[last], strict=True)
         (value,) = yield from self._applied(i, dict((*at, *others)))
         if sofar is None:
@@ -390,19 +395,16 @@ class _Grids:
             return self._ours(zeros, (), e.within)
         left = yield self._left, i, at, column
         if row == column:
-            closed = factors.factorised(self._builder.types[left])
-            return self._ours(closed, (left,), e.within)
+            return self._done(factors.factorised, e, left)
         diagonal = yield self._factor, i, _of_square(column, column)
-        types = (self._builder.types[v] for v in (diagonal, left))
-        return self._ours(factors.below(*types), (diagonal, left), e.within)
+        return self._done(factors.below, e, diagonal, left)
 
     def _solved(self, i: int, at: _At) -> _Making:
         """A tile of what solves a triangular system."""
         e, number = self._flat.equations[i], dict(at)[factors.COLUMN]
         left = yield self._left, i, at, len(self._before(e, number))
         diagonal = yield self._of_system(e, number, number)
-        types = (self._builder.types[v] for v in (diagonal, left))
-        return self._ours(factors.solved(e, *types), (diagonal, left), e.within)
+        return self._done(factors.solved, e, diagonal, left)
 
     def _left(self, i: int, at: _At, count: int) -> _Making:
         """A tile of what is factorised, or of the right side of a system, less its first
@@ -414,7 +416,7 @@ class _Grids:
             assert cut is not None
             value = yield self._tile, v, _tile_of(cut.rule.operands[-1], along)
             return value
-        sofar = yield self._left, i, at, count - 1
+        left = yield self._left, i, at, count - 1
         if e.name == factors.CHOLESKY:
             one = yield self._factor, i, _of_square(along[factors.ROW], count - 1)
             other = yield self._factor, i, _of_square(along[factors.COLUMN], count - 1)
@@ -423,8 +425,15 @@ class _Grids:
             known = self._before(e, number)[count - 1]
             one = yield self._of_system(e, *factors.between(e, number, known))
             other = yield self._solved, i, _at({**along, factors.COLUMN: known})
-        types = (self._builder.types[v] for v in (sofar, one, other))
-        return self._ours(factors.less(e, *types), (sofar, one, other), e.within)
+        return self._done(factors.less, e, left, one, other)
+
+    def _done(self, make: Callable[..., Any], e: Equation, *tiles: int) -> int:
+        """Adds what is done with tiles of a factor or a system; returns its result."""
+        types = tuple(self._builder.types[v] for v in tiles)
+        key = make, id(e.origin), types
+        if key not in self._jaxprs:
+            self._jaxprs[key] = make(e, *types)
+        return self._ours(self._jaxprs[key], tiles, e.within)
 
     def _before(self, e: Equation, number: int) -> Sequence[int]:
         """Which tiles of what solves a system are needed for one of them."""
@@ -468,7 +477,8 @@ def _bounds(side: int, n: int) -> list[tuple[int, int]]:
     even = (k for k in range(count, int(count * _MORE) + 1) if n % k == 0)
     size = next((n // k for k in even), 0)
     if not size:
-        size = min(n, -(-n // count // _ALIGNED) * _ALIGNED)
+        size = -(-n // count // _ALIGNED) * _ALIGNED
+        size = size if size < n else -(-n // count)
     return stacks.bounds(n, size)
 
 

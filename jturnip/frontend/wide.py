@@ -18,10 +18,12 @@ from jturnip.frontend.values import Type, needs_x64
 
 
 def has_wide_parts(closed: Any) -> bool:
-    """Whether a jaxpr has values at any depth of more bits than JAX would give them now."""
+    """Whether a jaxpr has values of 64 bits at any depth: where it is traced with 64 bits
+    enabled, it may be compiled and run without."""
     found = set[Any]()
     _add_dtypes(closed, found)
-    return needs_x64(Type((), dtype) for dtype in found if isinstance(dtype, np.dtype))
+    with jax.enable_x64(False):
+        return needs_x64(Type((), dtype) for dtype in found if isinstance(dtype, np.dtype))
 
 
 def _add_dtypes(closed: Any, found: set[Any]) -> None:
@@ -43,8 +45,15 @@ def types_as_traced(has_wide_parts: bool) -> Iterator[None]:
 
 
 def as_traced(leaf: Any) -> Any:
-    """An argument of a call as it is traced: numpy's numbers have 32 bits."""
+    """An argument of a call as it is traced: of numpy's types as JAX has them now.
+
+    Raises:
+      OverflowError: an `int` is larger than that.
+    """
     if isinstance(leaf, jax.Array):
         return leaf
     array = np.asarray(leaf)
-    return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
+    dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+    if isinstance(leaf, int):  # which is not to be cut off
+        return np.asarray(leaf, dtype)
+    return array.astype(dtype, copy=False)

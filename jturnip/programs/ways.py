@@ -337,7 +337,7 @@ class _Compared:
         looked, since = 0, 0
         self.sofar.most_equations = _MOST_KEPT if self.gains else math.inf
         for together in ways:
-            since += bool(new)
+            since, before = since + bool(new), len(new)
             if new and (together.doubtful or since > _MOST_WAYS):
                 break
             fit = self._of(together)
@@ -352,7 +352,7 @@ class _Compared:
             enough = self.any_plan or looked >= _SOME_WAYS or tasks > _SOME_TASKS
             # What is kept is waited for, or it is best not made anew; and what is in tiles
             # along all dimensions is waited for, or no other way is better.
-            is_good = together.keeps or together.in_grids
+            is_good = together.keeps or (together.in_grids and len(new) > before)
             enough |= is_good and bool(new) and not waits(_fastest(new))
             if enough or any(
                 made.plan.predicted_seconds <= most or moves_little(made.plan, self.flat)

@@ -23,7 +23,7 @@ from jturnip.frontend.axes import Known, rules
 from jturnip.frontend.choosing import Room, Search, Where as Where, cut_once
 from jturnip.frontend.costs import WRITTEN, DeviceRates
 from jturnip.frontend.effort import Effort, Sofar
-from jturnip.frontend.factors import CHOLESKY, SOLVE, has_factors, rule_in_order
+from jturnip.frontend.factors import IN_ORDER, has_factors, rule_in_order
 from jturnip.frontend.grids import in_grids
 from jturnip.frontend.materializing import Again
 from jturnip.frontend.repeats import repeated
@@ -573,7 +573,7 @@ def in_the_way(flat: FlatJaxpr, arena: int) -> str:
         return ""
     some = dataclasses.replace(flat, equations=tuple(flat.equations[i] for i in among))
     axes = dict(zip(among, rules(some, parts.works, Known()), strict=True))
-    factors = [i for i in among if flat.equations[i].name in (CHOLESKY, SOLVE)]
+    factors = [i for i in among if flat.equations[i].name in IN_ORDER]
     for i in factors:  # they have axes, in tiles
         e = flat.equations[i]
         axes[i] = axes[i] or rule_in_order(e, flat.operand_types(e))

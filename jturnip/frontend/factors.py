@@ -21,7 +21,9 @@ from jturnip.frontend.rules import Rule
 from jturnip.frontend.values import Equation, FlatJaxpr, Type
 
 
-CHOLESKY, SOLVE = "cholesky", "triangular_solve"
+CHOLESKY = "cholesky"
+# What is made of tiles that are made before.
+IN_ORDER = frozenset([CHOLESKY, "triangular_solve"])
 # Labels: of a matrix that is factorised; and of the right side of a system, along what is
 # solved one after the other and along what is not.
 ROW, COLUMN, FREE = 0, 1, 2
@@ -35,7 +37,7 @@ class InOrder(Rule):
 def has_factors(flat: FlatJaxpr, least: int) -> bool:
     """Whether matrices of more than so many bytes are factorised, or solved with."""
     return any(
-        e.name in (CHOLESKY, SOLVE) and flat.operand_types(e)[0].nbytes > least
+        e.name in IN_ORDER and flat.operand_types(e)[0].nbytes > least
         for e in flat.equations
     )
 

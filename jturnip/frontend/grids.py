@@ -25,7 +25,7 @@ from jturnip.frontend.builder import Builder
 from jturnip.frontend.choosing import Where
 from jturnip.frontend.costs import nested
 from jturnip.frontend.results import live
-from jturnip.frontend.rules import SAME, Along, Rule, without
+from jturnip.frontend.rules import SAME, Along, Rule, without_halos
 from jturnip.frontend.values import (
     Atom,
     Constant,
@@ -186,11 +186,10 @@ class _Grids:
         large = any(t.nbytes > self._least for t in (*types, *results))
         if not large or e.effects or e.origin.effects or e.driven:
             return None
-        is_matrix = e.name in (factors.CHOLESKY, factors.SOLVE)
-        if is_matrix and types[0].shape[-1] > self.side:
+        if e.name in factors.IN_ORDER and types[0].shape[-1] > self.side:
             rule = factors.rule_in_order(e, types)
-        elif rule is not None:
-            rule = without(rule, rule.halos)
+        else:
+            rule = without_halos(rule)
         if rule is None:
             return None
         sides = [

@@ -7,7 +7,6 @@ new traces, in arguments of executables. So what is done with such a function is
 """
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -28,20 +27,17 @@ def has_wide_parts(closed: Any) -> bool:
 
 def _add_dtypes(closed: Any, found: set[Any]) -> None:
     jaxpr = getattr(closed, "jaxpr", closed)
-    for v in (*jaxpr.invars, *jaxpr.constvars):
+    written = (v for eqn in jaxpr.eqns for v in eqn.outvars)
+    for v in (*jaxpr.invars, *jaxpr.constvars, *written):
         found.add(getattr(v.aval, "dtype", None))
     for eqn in jaxpr.eqns:
-        for v in eqn.outvars:
-            found.add(getattr(v.aval, "dtype", None))
         for inner in nested(eqn):
             _add_dtypes(inner, found)
 
 
-@contextlib.contextmanager
-def types_as_traced(has_wide_parts: bool) -> Iterator[None]:
+def types_as_traced(has_wide_parts: bool) -> contextlib.AbstractContextManager[None]:
     """Within it, values have the types that they were traced with."""
-    with jax.enable_x64(True) if has_wide_parts else contextlib.nullcontext():
-        yield
+    return jax.enable_x64(True) if has_wide_parts else contextlib.nullcontext()
 
 
 def as_traced(leaf: Any) -> Any:

@@ -158,6 +158,26 @@ def a_process_at_new_points(x: Any, y: Any, new: Any) -> Any:
     return mean, 1 - jnp.sum(jnp.square(half), axis=0)
 
 
+def unsymmetric_kernel(x: Any) -> Any:
+    """Of points far from one another, as before."""
+    return jnp.exp(-distances(8 * x, 8 * x + 0.5)) + jnp.eye(x.shape[0])
+
+
+@case((long(256), 3), (long(256), 16))
+def a_system_of_an_unsymmetric_kernel(x: Any, b: Any) -> Any:
+    return jnp.linalg.solve(unsymmetric_kernel(x), b)
+
+
+@case((long(256), 3))
+def gradients_of_a_log_determinant(x: Any) -> Any:
+    return jax.grad(lambda x: jnp.linalg.slogdet(unsymmetric_kernel(x))[1])(x)
+
+
+@case((long(256), long(256)))
+def a_matrix_exponential(x: Any) -> Any:
+    return jax.scipy.linalg.expm(x / x.shape[0])
+
+
 @case((long(256), long(256)))
 def a_step_of_newton_and_schulz(x: Any) -> Any:
     gram = x @ x.T / x.shape[0]

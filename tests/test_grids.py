@@ -19,6 +19,7 @@ from jax.scipy.linalg import cho_solve, solve_triangular
 import jturnip
 from jturnip.frontend import blocks
 from jturnip.frontend.axes import Known
+from jturnip.frontend.blocks import name_of
 from jturnip.frontend.choosing import Where
 from jturnip.frontend.effort import Sofar
 from jturnip.frontend.grids import in_grids
@@ -36,6 +37,11 @@ def array(*shape: int, dtype: Any = np.float32) -> Any:
 def definite(n: int, dtype: Any = np.float32) -> Any:
     a = array(n, n, dtype=dtype)
     return (a @ a.conj().T / n + np.eye(n)).astype(dtype)
+
+
+def distinct(n: int) -> Any:
+    """As good to decompose as a matrix can be, with its rows in some order."""
+    return triangle(n)[RANDOM.permutation(n)]
 
 
 def triangle(n: int, dtype: Any = np.float32) -> Any:
@@ -118,6 +124,19 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Sequence[Any]]] = {
     "factor of uneven tiles": (jnp.linalg.cholesky, [definite(53)]),
     "factor of complex numbers": (jnp.linalg.cholesky, [definite(48, np.complex64)]),
     "factors of several": (several, [np.stack([definite(48), definite(48)])]),
+    "decomposition": (lax.linalg.lu, [array(48, 48)]),
+    "decomposition of uneven panels": (lax.linalg.lu, [array(53, 53)]),
+    "decomposition of more rows": (lax.linalg.lu, [array(61, 48)]),
+    "decomposition of complex numbers": (
+        lax.linalg.lu,
+        [array(48, 48, dtype=np.complex64)],
+    ),
+    "decompositions of several": (lax.linalg.lu, [array(2, 48, 48)]),
+    "inverse": (jnp.linalg.inv, [distinct(48)]),
+    "gradient of a determinant": (
+        jax.grad(lambda a: jnp.linalg.slogdet(a)[1]),
+        [distinct(48)],
+    ),
     "likelihood": (likelihood, [array(48, 3), array(48)]),
     "its gradient": (
         jax.grad(likelihood, (0, 2)),
@@ -184,6 +203,32 @@ def test_systems_are_solved_tile_by_tile(
         assert_same(evaluated(made, a, b), [solve(a, b)], ulps=64)
 
 
+def test_panels_of_a_singular_matrix_have_the_same_pivots():
+    """Where a column has nothing left, the next row is its pivot."""
+    a = array(48, 48)
+    a[:, [5, 20, 21, 47]] = 0
+    flat = flat_of(lax.linalg.lu, a)
+    factors, pivots, order = evaluated(tiled(flat, 3, 48), a)
+    assert_same([pivots, order], lax.linalg.lu(a)[1:])
+    lower = jnp.tril(factors, -1) + jnp.eye(48)
+    assert_same(lower @ jnp.triu(factors), jnp.asarray(a)[order], ulps=256)
+
+
+@pytest.mark.parametrize("at", [(0, 0), (20, 30), (47, 3), (47, 47)])
+def test_a_number_that_is_none_is_seen_in_all_that_is_solved(at: tuple[int, int]):
+    a, b = distinct(48), array(48, 3)
+    a[at] = np.nan
+    found = evaluated(tiled(flat_of(jnp.linalg.solve, a, b), 3, 48), a, b)
+    assert_same(found, [jnp.linalg.solve(a, b)])
+
+
+def test_a_matrix_of_more_columns_than_rows_is_decomposed_whole():
+    flat = flat_of(lambda a: lax.linalg.lu(jnp.sin(a)), array(48, 61))
+    made = tiled(flat, 3, 48)
+    (lu,) = (e for e in made.equations if e.name == "lu")
+    assert made.operand_types(lu)[0].shape == (48, 61)
+
+
 def test_tiles_of_one_size_are_few_different_tasks():
     flat = flat_of(jnp.linalg.cholesky, definite(64))
     made = tiled(flat, 4, 64)
@@ -192,6 +237,9 @@ def test_tiles_of_one_size_are_few_different_tasks():
         (e.name, *map(made.type_of, e.inputs)) for e in made.equations if e.name in heavy
     )
     assert sorted(kinds.values()) == [4, 6, 10]
+    made = tiled(flat_of(lax.linalg.lu, array(64, 64)), 4, 64)
+    kinds = collections.Counter(name_of(e) for e in made.equations if e.name == "jit")
+    assert sorted(kinds.values()) == [4, 6, 16]
 
 
 def test_a_dimension_a_little_longer_than_a_tile_is_cut_in_two():
@@ -293,7 +341,8 @@ IN_A_BUDGET = {
     "factor": (jnp.linalg.cholesky, [definite(256)]),
     "likelihood": (likelihood, [array(256, 3), array(256)]),
     "product of products": (step_of_newton_and_schulz, [array(256, 256) / 16]),
-    "system": (
+    "system": (jnp.linalg.solve, [distinct(256), array(256, 3)]),
+    "definite system": (
         lambda a, b: jax.scipy.linalg.solve(a, b, assume_a="pos"),
         [definite(256), array(256)],
     ),

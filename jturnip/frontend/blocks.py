@@ -23,7 +23,7 @@ from jturnip.frontend.axes import Known, rules
 from jturnip.frontend.choosing import Room, Search, Where as Where, cut_once
 from jturnip.frontend.costs import WRITTEN, DeviceRates
 from jturnip.frontend.effort import Effort, Sofar
-from jturnip.frontend.factors import IN_ORDER, has_factors, rule_in_order
+from jturnip.frontend.factors import IN_ORDER, OF_PANELS, has_factors, rule_in_order
 from jturnip.frontend.grids import in_grids
 from jturnip.frontend.materializing import Again
 from jturnip.frontend.repeats import repeated
@@ -542,11 +542,12 @@ def _fine_and_coarse(
 
 
 def name_of(e: Equation) -> str:
-    """What an equation is called: its primitive, or that of a stretch done in blocks."""
+    """What an equation is called: its primitive, that of a stretch done in blocks, or what
+    is done with a panel."""
     name = str(e.origin.params.get("name", ""))
-    if not name.startswith(parts.IN_BLOCKS):
-        return e.name
-    return f"{name.removeprefix(parts.IN_BLOCKS)}{_IN_BLOCKS}"
+    if name.startswith(parts.IN_BLOCKS):
+        return f"{name.removeprefix(parts.IN_BLOCKS)}{_IN_BLOCKS}"
+    return name if name.startswith(OF_PANELS) else e.name
 
 
 _IN_BLOCKS = " in blocks"

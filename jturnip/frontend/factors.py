@@ -1,11 +1,17 @@
-"""Cholesky factors and triangular systems in tiles: what is done with a tile, and in which
-order.
+"""Factors of matrices and triangular systems in tiles: what is done with a tile.
 
 A tile of a factor is that of the matrix, less products of tiles that are left of it, and
 then factorised, or solved with the one on the diagonal: the left-looking algorithm of
 LAPACK's `potrf` (G. H. Golub, C. F. Van Loan, Matrix Computations, section 4.2.6). A tile
 of what solves a system is that of the right side, less products with tiles that are solved
-already (section 3.1.4). XLA does either at once, of the whole matrix.
+already (section 3.1.4).
+
+A panel of an LU decomposition, all rows of some columns, is that of the matrix, with what
+the panels left of it leave, and then decomposed: of LAPACK's `getrf` the left-looking form
+(section 3.4.5). Rows stay where they are until all pivots are known: which row comes when
+is an array of its own, and only the decomposition of a panel is of rows in their order.
+
+XLA does each at once, of the whole matrix.
 """
 
 import functools
@@ -15,15 +21,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jturnip.frontend.rules import Rule
 from jturnip.frontend.values import Equation, FlatJaxpr, Type
 
 
-CHOLESKY = "cholesky"
+CHOLESKY, LU = "cholesky", "lu"
+# How the names of what is done with panels begin.
+OF_PANELS = "lu_panel_"
 # What is made of tiles that are made before.
-IN_ORDER = frozenset([CHOLESKY, "triangular_solve"])
+IN_ORDER = frozenset([CHOLESKY, LU, "triangular_solve"])
 # Labels: of a matrix that is factorised; and of the right side of a system, along what is
 # solved one after the other and along what is not.
 ROW, COLUMN, FREE = 0, 1, 2
@@ -42,9 +51,14 @@ def has_factors(flat: FlatJaxpr, least: int) -> bool:
     )
 
 
-def rule_in_order(e: Equation, types: Sequence[Type]) -> InOrder:
-    """The labels of a factorisation or of a system, of operands of these types."""
+def rule_in_order(e: Equation, types: Sequence[Type]) -> InOrder | None:
+    """The labels of a factorisation or of a system, of operands of these types; None for
+    decompositions of more columns than rows."""
     several = (None,) * (len(types[-1].shape) - 2)
+    if e.name == LU:
+        rows, columns = types[0].shape[-2:]
+        labels, all_rows = (*several, ROW, COLUMN), (*several, None)
+        return InOrder((labels,), (labels, all_rows, all_rows)) if rows >= columns else None
     if e.name == CHOLESKY:
         labels = (*several, ROW, COLUMN)
         return InOrder((labels,), (labels,))
@@ -125,3 +139,92 @@ def _product(a: Any, b: Any) -> Any:
 def _changed(x: Any, transposed: bool, conjugated: bool) -> Any:
     x = jnp.swapaxes(x, -1, -2) if transposed else x
     return jnp.conj(x) if conjugated else x
+
+
+# -- panels of an LU decomposition ---------------------------------------------------------
+
+
+def any_order(panel: Type) -> Any:
+    """The rows of a panel in the order in which they are, as a jaxpr of nothing; int32."""
+    *several, rows, _ = panel.shape
+    return jax.make_jaxpr(
+        lambda: lax.broadcasted_iota(np.int32, (*several, rows), len(several))
+    )()
+
+
+def decomposed(position: Any, panel: Any, order: Any) -> Any:
+    """A panel decomposed, the order of its rows with its pivots, and these as LAPACK has
+    them.
+
+    Args:
+      position: its first column.
+      panel: what is left of it, of shape [rows, width].
+      order: which row comes when, int32 of shape [rows]; those that come before `position`
+        were pivots.
+    """
+    rows, width = panel.shape
+    order = jnp.roll(order, -position)  # what is decomposed comes first
+    is_left = (jnp.arange(rows) < rows - position)[:, None]
+    old = panel[order]
+    new, pivots, swapped = lax.linalg.lu(jnp.where(is_left, old, 0))
+    order = order[swapped]
+    decomposed = jnp.where(is_left, new, old)[_inverse(order)]
+    return decomposed, jnp.roll(order, position), pivots[:width] + position
+
+
+def updated(position: Any, left: Any, panel: Any, order: Any) -> Any:
+    """What a decomposed panel leaves of another.
+
+    Args:
+      position: first column of the decomposed panel.
+      left: what is left of the other before, of shape [rows, its width].
+      panel: the decomposed one, of shape [rows, width].
+      order: which row comes when, with its pivots; int32 of shape [rows].
+    """
+    rows, width = panel.shape
+    pivots = lax.dynamic_slice_in_dim(order, position, width)
+    upper = lax.linalg.triangular_solve(
+        panel[pivots], left[pivots], left_side=True, lower=True, unit_diagonal=True
+    )
+    comes = _inverse(order)
+
+    def block(i: Any, left: Any) -> Any:  # written where it is
+        begin = jnp.minimum(i * width, rows - width)
+        of_block = lambda x: lax.dynamic_slice_in_dim(x, begin, width)
+        is_below = of_block(comes) >= position + width
+        is_new = begin + jnp.arange(width) >= i * width
+        lower = jnp.where((is_below & is_new)[:, None], of_block(panel), 0)
+        new = of_block(left) - _product(lower, upper)
+        return lax.dynamic_update_slice_in_dim(left, new, begin, 0)
+
+    left = lax.fori_loop(0, -(-rows // width), block, left)
+    return left.at[pivots].set(upper)
+
+
+def ordered(panel: Any, order: Any) -> Any:
+    """A decomposed panel with its rows in their order."""
+    return panel[order]
+
+
+def of_panels(function: Any, *types: Type) -> Any:
+    """One of the three functions above as an equation on operands of these types; those of
+    several matrices have more dimensions, but not the position."""
+    axes = tuple(0 if t.shape else None for t in types)
+    several = lambda *operands: function(*operands)
+    for _ in types[-1].shape[:-1]:
+        several = jax.vmap(several, axes)
+    several.__name__ = several.__qualname__ = f"{OF_PANELS}{function.__name__}"
+    (eqn,) = jax.make_jaxpr(jax.jit(several))(*(t.struct() for t in types)).jaxpr.eqns
+    return eqn
+
+
+def joined(e: Equation, *pivots: Type) -> Any:
+    """The pivots of all panels, as a jaxpr of those of each."""
+    del e
+    function = lambda *pivots: jnp.concatenate(pivots, -1)
+    return jax.make_jaxpr(function)(*(t.struct() for t in pivots))
+
+
+def _inverse(order: Any) -> Any:
+    """When each row comes, of which row comes when."""
+    return jnp.zeros_like(order).at[order].set(jnp.arange(len(order), dtype=order.dtype))

@@ -13,9 +13,9 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from jturnip.frontend.axes import Known, rules
 from jturnip.frontend.builder import Builder
 from jturnip.frontend.choosing import Where
 from jturnip.frontend.costs import nested
+from jturnip.frontend.in_order import At, Key, Making, Tile, TilesInOrder, at_of, tile_of
 from jturnip.frontend.results import live
 from jturnip.frontend.rules import SAME, Along, Rule, without_halos
 from jturnip.frontend.values import (
@@ -40,26 +41,19 @@ from jturnip.frontend.values import (
 )
 
 
-# A tile takes one over so much of what there is: a task has four, and the next one's are on
-# their way meanwhile.
-_TILES = (16, 32, 64)
-# So many times more tiles along a dimension may there be, if all are of one size then; else
-# their sides are a multiple of what a vector holds.
-_MORE = 1.6
+# One over the share of what there is that a tile takes, of which a task has four, and the
+# next one's are on their way meanwhile; and a panel of an LU decomposition, of which a task
+# has three, or decomposes one that it copies before and after.
+_TILES = ((16, 4), (32, 6), (64, 8))
+# So many times fewer or more tiles along a dimension may there be, if all are of one size
+# then; else their sides are a multiple of what a vector holds.
+_FEWER, _MORE = 0.8, 1.6
 _ALIGNED = 16
 # More tiles along a dimension than so many, and more equations, take long to plan.
 _MOST_TILES = 64
 _MOST_EQUATIONS = 20_000
 # What is done along one dimension only, whatever else could be cut.
 _ALONG_ONE = frozenset("ragged_dot_general conv_general_dilated sort".split())
-
-# Which tile along each dimension; None for all positions.
-_Tile: TypeAlias = tuple[int | None, ...]
-# Label → which tile along it, in the order of the labels.
-_At: TypeAlias = tuple[tuple[int, int], ...]
-# What is asked for: the method that makes it, and of what.
-_Key: TypeAlias = tuple[Any, ...]
-_Making: TypeAlias = Generator[_Key, Any, Any]
 
 
 def in_grids(
@@ -75,10 +69,12 @@ def in_grids(
     """
     of_equation = rules(flat, parts.works, known)
     seen: list[Any] = []
-    for share in _TILES:
-        grids = _Grids(flat, where, of_equation, arena // share)
-        if grids.counts and grids.counts not in seen:
-            seen.append(grids.counts)
+    has_panels = any(e.name == factors.LU for e in flat.equations)
+    for of_tile, of_panel in _TILES:
+        grids = _Grids(flat, where, of_equation, arena // of_tile, arena // of_panel)
+        sizes = grids.counts, has_panels and of_panel
+        if grids.counts and sizes not in seen:
+            seen.append(sizes)
             made = grids.result()
             if made is not None:
                 yield made
@@ -116,10 +112,11 @@ class _Grids:
         where: Where,
         of_equation: Sequence[Rule | None],
         tile_bytes: int,
+        panel_bytes: int,
     ):
         self._flat = flat
         self._where = where
-        self._least = tile_bytes
+        self._least, self._panel_bytes = tile_bytes, panel_bytes
         itemsize = max((t.dtype.itemsize for t in flat.types if _is_plain(t)), default=4)
         self.side = math.isqrt(tile_bytes // itemsize)
         self._builder = Builder.of(dataclasses.replace(flat, equations=()))
@@ -137,8 +134,11 @@ class _Grids:
         }
         # What was asked for, and equations on tiles as jaxprs.
         self._bounds = functools.cache(functools.partial(_bounds, self.side))
-        self._there: dict[_Key, Any] = {}
-        self._jaxprs: dict[_Key, Any] = {}
+        self._in_order = TilesInOrder(
+            flat, self._builder, self._tile, self._columns, self._bounds, panel_bytes
+        )
+        self._there: dict[Key, Any] = {}
+        self._jaxprs: dict[Key, Any] = {}
         self._combined: dict[int, list[tuple[int, ...]]] = {}
 
     @property
@@ -197,10 +197,31 @@ class _Grids:
             *zip(results, rule.results, strict=True),
         ]
         lengths = {x: n for x, n in _lengths(sides).items() if n > self.side}
-        lengths = _done_together(e, rule, lengths)
+        if not isinstance(rule, factors.InOrder):
+            lengths = self._done_together(e, rule, types, lengths)
         return _Cut(rule, lengths) if lengths else None
 
-    def _tiles(self, t: Type, dims: frozenset[int]) -> Iterator[_Tile]:
+    def _done_together(
+        self, e: Equation, rule: Rule, types: Sequence[Type], lengths: Mapping[int, int]
+    ) -> dict[int, int]:
+        """Those labels along all of which an equation can be cut at once."""
+        everywhere = [x for x in lengths if all(x in labels for labels in rule.results)]
+        of_one = len(e.outputs) == 1
+        reduced = [x for x in lengths if of_one and rule.reduced.get(x, (SAME,)) != (SAME,)]
+        along = [*everywhere, *reduced]
+        calls = any(True for _ in nested(e.origin))
+        if e.name == "gather" and reduced:
+            # Of what it takes from, all is there, or a part along one dimension.
+            sides = zip(types[0].shape, rule.operands[0], strict=True)
+            sides = (min(n, self.side) if x in everywhere else n for n, x in sides)
+            nbytes = math.prod(sides) * types[0].dtype.itemsize
+            is_large = nbytes > 2 * self._panel_bytes
+            along = [*everywhere, *(reduced[:1] if is_large else ())]
+        elif e.name in _ALONG_ONE or calls or _goes_by_one_position(e):
+            along = sorted(along, key=lambda x: (x in reduced, -lengths[x]))[:1]
+        return {x: lengths[x] for x in along}
+
+    def _tiles(self, t: Type, dims: frozenset[int]) -> Iterator[Tile]:
         """All tiles of a value that is cut along some dimensions."""
         counts = [
             range(len(self._bounds(n))) if d in dims else [None]
@@ -208,14 +229,14 @@ class _Grids:
         ]
         yield from itertools.product(*counts)
 
-    def _window(self, t: Type, tile: _Tile) -> Window:
+    def _window(self, t: Type, tile: Tile) -> Window:
         window = Window.of(t.shape)
         for d, at in enumerate(tile):
             if at is not None:
                 window = window.part(d, *self._bounds(t.shape[d])[at])
         return window
 
-    def _shape(self, t: Type, tile: _Tile) -> tuple[int, ...]:
+    def _shape(self, t: Type, tile: Tile) -> tuple[int, ...]:
         return tuple(b - a for a, b in self._window(t, tile).bounds)
 
     def _type(self, v: int) -> Type:
@@ -223,9 +244,9 @@ class _Grids:
 
     # -- what is asked for ------------------------------------------------------------
 
-    def _get(self, wanted: _Key) -> Any:
+    def _get(self, wanted: Key) -> Any:
         """What is asked for; makes it, and before it what it is made of."""
-        agenda: list[tuple[_Key, _Making]] = []
+        agenda: list[tuple[Key, Making]] = []
         while True:
             if wanted not in self._there:
                 make, *of = wanted
@@ -246,14 +267,14 @@ class _Grids:
                     if len(self._builder.equations) > _MOST_EQUATIONS:
                         raise _CannotBe from None
 
-    def _tile(self, v: int, tile: _Tile) -> _Making:
+    def _tile(self, v: int, tile: Tile) -> Making:
         """A tile of a value; all positions along the dimensions where that says None."""
         t = self._type(v)
         if v not in self._writer:
             if all(at is None for at in tile):
                 return v
-            if t.nbytes > self._least and (v in self._where.hosted or v in self._slices):
-                return self._read_there(v, tile)
+            if self._is_there(v):
+                return self._read_there(v, self._window(t, tile))
             dims = frozenset[int]()
         else:
             dims = self._dims[v]
@@ -280,16 +301,41 @@ class _Grids:
             for x, k in zip(labels, tile, strict=bool(cut))
             if not (x is None or k is None)
         }
-        found = yield self._part, i, _at(along)
+        found = yield self._part, i, at_of(along)
         return found[at]
 
-    def _read_there(self, v: int, tile: _Tile) -> int:
-        """A tile of an array in host memory."""
-        t, before = self._type(v), self._slices.get(v)
-        window, source = self._window(t, tile), v
+    def _columns(self, v: int, column: int, bounds: tuple[int, int]) -> Making:
+        """Some columns of a matrix, of those that a tile has."""
+        t, dims = self._type(v), self._dims.get(v, frozenset())
+        row, last = (len(t.shape) - d for d in (2, 1))
+        if self._is_there(v):
+            return self._read_there(v, Window.of(t.shape).part(last, *bounds))
+        (begin, end), (first, past) = bounds, self._bounds(t.shape[last])[column]
+        pieces = []
+        for tile in self._tiles(t, dims & {row}):
+            piece = yield self._tile, v, (*tile[:last], column)
+            if (begin, end) != (first, past):
+                cutting = stacks.cutting(self._builder.types[piece], last, end - begin)
+                position = Constant.position(begin - first, np.uint32)
+                piece = self._ours(cutting, (piece, position), self._calls(v))
+            pieces.append(piece)
+        if len(pieces) == 1:
+            return pieces[0]
+        types = tuple(self._builder.types[p] for p in pieces)
+        return self._ours(stacks.joining(types, row), pieces, self._calls(v))
+
+    def _is_there(self, v: int) -> bool:
+        """Whether it is a large array in host memory."""
+        is_on_host = v in self._where.hosted or v in self._slices
+        return v not in self._writer and is_on_host and self._type(v).nbytes > self._least
+
+    def _read_there(self, v: int, window: Window) -> int:
+        """A part of an array in host memory."""
+        t, before, source = self._type(v), self._slices.get(v), v
+        shape = tuple(b - a for a, b in window.bounds)
         if before is not None:
             window, source = window.within(before.window), before.source
-        value = self._builder.value(dataclasses.replace(t, shape=self._shape(t, tile)))
+        value = self._builder.value(dataclasses.replace(t, shape=shape))
         self._slices[value] = Slice(value, source, window)
         return value
 
@@ -304,7 +350,7 @@ class _Grids:
 
     # -- equations --------------------------------------------------------------------
 
-    def _part(self, i: int, at: _At) -> _Making:
+    def _part(self, i: int, at: At) -> Making:
         """All results of an equation for some tiles along its labels."""
         e, cut = self._flat.equations[i], self._cuts[i]
         if cut is None:
@@ -316,9 +362,8 @@ class _Grids:
             self._builder.equations.append(dataclasses.replace(e, inputs=tuple(operands)))
             return e.outputs
         if isinstance(cut.rule, factors.InOrder):
-            is_factor = e.name == factors.CHOLESKY
-            value = yield (self._factor if is_factor else self._solved), i, at
-            return (value,)
+            results = yield from self._in_order.results(i, at)
+            return results
         if cut.reduced:
             value = yield self._sum, i, at, len(self._combinations(i)) - 1
             return (value,)
@@ -334,7 +379,7 @@ class _Grids:
             self._combined[i] = list(itertools.product(*counts))
         return self._combined[i]
 
-    def _sum(self, i: int, at: _At, last: int) -> _Making:
+    def _sum(self, i: int, at: At, last: int) -> Making:
         """What a reduction has of its first parts, up to one of this number."""
         cut, sofar = self._cuts[i], None
         assert cut is not None
@@ -355,18 +400,18 @@ class _Grids:
 
     def _applied(
         self, i: int, along: Mapping[int, int]
-    ) -> Generator[_Key, Any, Sequence[int]]:
+    ) -> Generator[Key, Any, Sequence[int]]:
         """Adds an equation on tiles; returns its results."""
         e, cut = self._flat.equations[i], self._cuts[i]
         assert cut is not None
         operands: list[Atom] = []
         for v, labels in zip(e.inputs, cut.rule.operands, strict=True):
             is_number = isinstance(v, Constant)
-            value = v if is_number else (yield self._tile, v, _tile_of(labels, along))
+            value = v if is_number else (yield self._tile, v, tile_of(labels, along))
             operands.append(value)
         types = tuple(map(self._builder.type_of, operands))
         shapes = tuple(
-            self._shape(self._type(v), _tile_of(labels, along))
+            self._shape(self._type(v), tile_of(labels, along))
             for v, labels in zip(e.outputs, cut.rule.results, strict=True)
         )
         label = _first_label(e, cut)
@@ -382,87 +427,6 @@ class _Grids:
         position = Constant.position(begin)
         return self._builder.ours(self._jaxprs[key], (position, *operands), e.within)
 
-    # -- factors and systems ----------------------------------------------------------
-
-    def _factor(self, i: int, at: _At) -> _Making:
-        """A tile of a Cholesky factor: left of its diagonal, on it, or zeros."""
-        e, (row, column) = self._flat.equations[i], (k for _, k in at)
-        if row < column:
-            t = self._type(e.outputs[0])
-            shape = self._shape(t, _of_matrix(t, row, column))
-            zeros = factors.zeros(dataclasses.replace(t, shape=shape))
-            return self._ours(zeros, (), e.within)
-        left = yield self._left, i, at, column
-        if row == column:
-            return self._done(factors.factorised, e, left)
-        diagonal = yield self._factor, i, _of_square(column, column)
-        return self._done(factors.below, e, diagonal, left)
-
-    def _solved(self, i: int, at: _At) -> _Making:
-        """A tile of what solves a triangular system."""
-        e, number = self._flat.equations[i], dict(at)[factors.COLUMN]
-        left = yield self._left, i, at, len(self._before(e, number))
-        diagonal = yield self._of_system(e, number, number)
-        return self._done(factors.solved, e, diagonal, left)
-
-    def _left(self, i: int, at: _At, count: int) -> _Making:
-        """A tile of what is factorised, or of the right side of a system, less its first
-        products with tiles that are known."""
-        e, along = self._flat.equations[i], dict(at)
-        if not count:
-            v, cut = e.inputs[-1], self._cuts[i]
-            assert isinstance(v, int)
-            assert cut is not None
-            value = yield self._tile, v, _tile_of(cut.rule.operands[-1], along)
-            return value
-        left = yield self._left, i, at, count - 1
-        if e.name == factors.CHOLESKY:
-            one = yield self._factor, i, _of_square(along[factors.ROW], count - 1)
-            other = yield self._factor, i, _of_square(along[factors.COLUMN], count - 1)
-        else:
-            number = along[factors.COLUMN]
-            known = self._before(e, number)[count - 1]
-            one = yield self._of_system(e, *factors.between(e, number, known))
-            other = yield self._solved, i, _at({**along, factors.COLUMN: known})
-        return self._done(factors.less, e, left, one, other)
-
-    def _done(self, make: Callable[..., Any], e: Equation, *tiles: int) -> int:
-        """Adds what is done with tiles of a factor or a system; returns its result."""
-        types = tuple(self._builder.types[v] for v in tiles)
-        key = make, id(e.origin), types
-        if key not in self._jaxprs:
-            self._jaxprs[key] = make(e, *types)
-        return self._ours(self._jaxprs[key], tiles, e.within)
-
-    def _before(self, e: Equation, number: int) -> Sequence[int]:
-        """Which tiles of what solves a system are needed for one of them."""
-        count = len(self._bounds(e.origin.invars[0].aval.shape[-1]))
-        return factors.solved_before(e, number, count)
-
-    def _of_system(self, e: Equation, row: int, column: int) -> _Key:
-        """What asks for a tile of a system's matrix."""
-        v = e.inputs[0]
-        assert isinstance(v, int)
-        return self._tile, v, _of_matrix(self._type(v), row, column)
-
-
-def _at(along: Mapping[int, int]) -> _At:
-    return tuple(sorted(along.items()))
-
-
-def _of_square(row: int, column: int) -> _At:
-    return _at({factors.ROW: row, factors.COLUMN: column})
-
-
-def _of_matrix(t: Type, row: int, column: int) -> _Tile:
-    """A tile of a matrix, or of each of several."""
-    return (*(None for _ in t.shape[:-2]), row, column)
-
-
-def _tile_of(labels: Sequence[int | None], along: Mapping[int, int]) -> _Tile:
-    """The tile of an operand or a result of which the rule has these labels."""
-    return tuple(None if x is None else along.get(x) for x in labels)
-
 
 def _bounds(side: int, n: int) -> list[tuple[int, int]]:
     """Where tiles of about this side begin and end along a dimension of `n` positions.
@@ -473,7 +437,8 @@ def _bounds(side: int, n: int) -> list[tuple[int, int]]:
     count = -(-n // side)
     if count > _MOST_TILES:
         raise _CannotBe
-    even = (k for k in range(count, int(count * _MORE) + 1) if n % k == 0)
+    counts = range(math.ceil(count * _FEWER), int(count * _MORE) + 1)
+    even = (k for k in counts if n % k == 0)
     size = next((n // k for k in even), 0)
     if not size:
         size = -(-n // count // _ALIGNED) * _ALIGNED
@@ -491,20 +456,6 @@ def _lengths(sides: Sequence[tuple[Type, Sequence[int | None]]]) -> dict[int, in
     return {x: max(each) for x, each in found.items() if len(each) == 1}
 
 
-def _done_together(e: Equation, rule: Rule, lengths: Mapping[int, int]) -> dict[int, int]:
-    """Those labels along all of which an equation can be cut at once."""
-    everywhere = [x for x in lengths if all(x in labels for labels in rule.results)]
-    of_one = len(e.outputs) == 1
-    reduced = [x for x in lengths if of_one and rule.reduced.get(x, (SAME,)) != (SAME,)]
-    along = [*everywhere, *reduced]
-    calls = any(True for _ in nested(e.origin))
-    if e.name == "gather" and reduced:  # of what it indexes a part, all of each window
-        along = [*(x for x in everywhere if x in rule.operands[1]), *reduced[:1]]
-    elif e.name in _ALONG_ONE or calls or _goes_by_one_position(e):
-        along = sorted(along, key=lambda x: (x in reduced, -lengths[x]))[:1]
-    return {x: lengths[x] for x in along}
-
-
 def _goes_by_one_position(e: Equation) -> bool:
     """Whether an equation must be told where a part begins along each label."""
     return parts.goes_by_position(e) and e.name not in ("iota", "gather")
@@ -519,7 +470,7 @@ def _first_label(e: Equation, cut: _Cut) -> int:
     return next(iter(cut.reduced or cut.lengths))
 
 
-def _all(t: Type) -> _Tile:
+def _all(t: Type) -> Tile:
     return (None,) * len(t.shape)
 
 

@@ -300,7 +300,7 @@ def _gathered(
     wanted = indices[..., column]
     there = (wanted >= begin) & (wanted < begin + part.shape[dim])
     local = _column(indices, column, lambda x: jnp.clip(x - begin, 0, part.shape[dim] - 1))
-    (found,) = bind(e.origin, (part, local), slice_sizes=tuple(params["slice_sizes"]))
+    (found,) = bind(e.origin, (part, local), slice_sizes=tuple(sizes))
     dims = [d for d in range(len(shape)) if d not in numbers.offset_dims]
     spread = lambda mask: lax.broadcast_in_dim(mask, shape, dims)
     # What is added to it stays as it is, -0.0 too.
@@ -309,7 +309,8 @@ def _gathered(
     if mode == lax.GatherScatterMode.FILL_OR_DROP:
         # What is nowhere is filled in with the first part.
         nowhere = (wanted < 0) | (wanted >= whole[dim])
-        (filled,) = bind(e.origin, (part, _column(local, column, lambda x: x * 0 - 1)))
+        none = _column(local, column, lambda x: x * 0 - 1)
+        (filled,) = bind(e.origin, (part, none), slice_sizes=tuple(sizes))
         nothing = lax.select(spread(nowhere & (begin == 0)), filled, zero)
     else:
         nothing = zero

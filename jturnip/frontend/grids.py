@@ -51,7 +51,7 @@ _FEWER, _MORE = 0.8, 1.6
 _ALIGNED = 16
 # More tiles along a dimension than so many, and more equations, take long to plan.
 _MOST_TILES = 64
-_MOST_EQUATIONS = 20_000
+_MOST_EQUATIONS = 10_000
 # What is done along one dimension only, whatever else could be cut.
 _ALONG_ONE = frozenset("ragged_dot_general conv_general_dilated sort".split())
 
@@ -71,7 +71,7 @@ def in_grids(
     seen: list[Any] = []
     has_panels = any(e.name == factors.LU for e in flat.equations)
     for of_tile, of_panel in _TILES:
-        grids = _Grids(flat, where, of_equation, arena // of_tile, arena // of_panel)
+        grids = _Grids(flat, where, of_equation, arena, arena // of_tile, arena // of_panel)
         sizes = grids.counts, has_panels and of_panel
         if grids.counts and sizes not in seen:
             seen.append(sizes)
@@ -111,12 +111,13 @@ class _Grids:
         flat: FlatJaxpr,
         where: Where,
         of_equation: Sequence[Rule | None],
+        arena: int,
         tile_bytes: int,
         panel_bytes: int,
     ):
         self._flat = flat
         self._where = where
-        self._least, self._panel_bytes = tile_bytes, panel_bytes
+        self._arena, self._least, self._panel_bytes = arena, tile_bytes, panel_bytes
         itemsize = max((t.dtype.itemsize for t in flat.types if _is_plain(t)), default=4)
         self.side = math.isqrt(tile_bytes // itemsize)
         self._builder = Builder.of(dataclasses.replace(flat, equations=()))
@@ -154,6 +155,8 @@ class _Grids:
     def result(self) -> FlatJaxpr | None:
         """The function; None where it cannot be in tiles."""
         flat = self._flat
+        if sum(map(self._count, self._cuts)) > _MOST_EQUATIONS:
+            return None
         try:
             for i, e in enumerate(flat.equations):  # in their order
                 if e.effects or e.origin.effects:
@@ -163,6 +166,10 @@ class _Grids:
             return None
         slices = self._slices.values()
         return live(self._builder.finish(flat.inputs, outputs, tuple(slices)))
+
+    def _count(self, cut: _Cut | None) -> int:
+        """How many times an equation is done, if all of it is asked for."""
+        return math.prod(len(self._bounds(n)) for n in cut.lengths.values()) if cut else 1
 
     def _output(self, output: int | Parts) -> int | Parts:
         if isinstance(output, Parts):
@@ -215,7 +222,7 @@ class _Grids:
             sides = zip(types[0].shape, rule.operands[0], strict=True)
             sides = (min(n, self.side) if x in everywhere else n for n, x in sides)
             nbytes = math.prod(sides) * types[0].dtype.itemsize
-            is_large = nbytes > 2 * self._panel_bytes
+            is_large = 2 * nbytes > self._arena
             along = [*everywhere, *(reduced[:1] if is_large else ())]
         elif e.name in _ALONG_ONE or calls or _goes_by_one_position(e):
             along = sorted(along, key=lambda x: (x in reduced, -lengths[x]))[:1]

@@ -173,6 +173,19 @@ def gradients_of_a_log_determinant(x: Any) -> Any:
     return jax.grad(lambda x: jnp.linalg.slogdet(unsymmetric_kernel(x))[1])(x)
 
 
+@case((long(4096), 16), (long(4096),))
+def least_squares(x: Any, y: Any) -> Any:
+    return jnp.linalg.lstsq(x, y)[0]
+
+
+@case((long(4096), 16))
+def principal_components(x: Any) -> Any:
+    """With variances that are far from one another."""
+    centred = (x - jnp.mean(x, axis=0)) * 1.5 ** jnp.arange(x.shape[1])
+    left, values, _ = jnp.linalg.svd(centred, full_matrices=False)
+    return left * values
+
+
 @case((long(256), long(256)))
 def a_matrix_exponential(x: Any) -> Any:
     return jax.scipy.linalg.expm(x / x.shape[0])

@@ -23,7 +23,7 @@ from jturnip.frontend.axes import Known, rules
 from jturnip.frontend.choosing import Room, Search, Where as Where, cut_once
 from jturnip.frontend.costs import WRITTEN, DeviceRates
 from jturnip.frontend.effort import Effort, Sofar
-from jturnip.frontend.factors import IN_ORDER, OF_PANELS, has_factors, rule_in_order
+from jturnip.frontend.factors import IN_ORDER, has_factors, of_panel, rule_in_order
 from jturnip.frontend.grids import in_grids
 from jturnip.frontend.materializing import Again
 from jturnip.frontend.repeats import repeated
@@ -31,6 +31,7 @@ from jturnip.frontend.rules import Rule
 from jturnip.frontend.running import rows_as_blocks
 from jturnip.frontend.shifting import shifted
 from jturnip.frontend.slices import sliced_on_host
+from jturnip.frontend.tall import tall_as_blocks
 from jturnip.frontend.tiling import in_tiles, of_each_example
 from jturnip.frontend.values import (
     Constant,
@@ -192,7 +193,7 @@ def cut_along_axes(
     known = Known()
     if arena <= 0:
         return
-    flat = rows_as_blocks(repeated(flat, arena), arena)
+    flat = _as_blocks(repeated(flat, arena), arena)
     search = where, arena, rates, keep
     of_search = known, effort, sofar
     rest: list[Ways] = []
@@ -220,6 +221,11 @@ def cut_along_axes(
                 yield from others if sofar.waits else ()
                 return
     yield from _with_grids(others, grids, sofar)
+
+
+def _as_blocks(flat: FlatJaxpr, arena: int) -> FlatJaxpr:
+    """The function with what is done along all of a row or a column done by blocks."""
+    return tall_as_blocks(rows_as_blocks(flat, arena), arena)
 
 
 def _along_axes(
@@ -547,7 +553,7 @@ def name_of(e: Equation) -> str:
     name = str(e.origin.params.get("name", ""))
     if name.startswith(parts.IN_BLOCKS):
         return f"{name.removeprefix(parts.IN_BLOCKS)}{_IN_BLOCKS}"
-    return name if name.startswith(OF_PANELS) else e.name
+    return of_panel(e) or e.name
 
 
 _IN_BLOCKS = " in blocks"
@@ -567,7 +573,7 @@ CUT = "In parts along its axes"
 def in_the_way(flat: FlatJaxpr, arena: int) -> str:
     """A sentence on the equation that is not done in less than there is, or "": one that
     has no axis, else a factorisation, else the largest."""
-    flat = rows_as_blocks(flat, arena)
+    flat = _as_blocks(flat, arena)
     large = {i: nbytes_of(flat, touched(e)) for i, e in enumerate(flat.equations)}
     among = [i for i, nbytes in large.items() if nbytes > arena > 0]
     if not among:

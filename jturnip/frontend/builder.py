@@ -106,11 +106,18 @@ class Builder:
         return self.closed_over(np.asarray(atom.value, atom.type.dtype), atom.type)
 
     def instead(self, e: Equation, operands: Sequence[Atom], closed: Any) -> None:
-        """Adds the equations of a jaxpr of our own making that give in the end what an
-        equation with one result gives."""
-        self.ours(closed, operands, e.within)
-        last = dataclasses.replace(self.equations[-1], outputs=e.outputs)
-        self.equations[-1] = last
+        """Adds the equations of a jaxpr of our own making that give what an equation
+        gives."""
+        begin = len(self.equations)
+        results = self.ours(closed, operands, e.within)
+        names = dict(zip(results, e.outputs, strict=True))
+        named = lambda atoms: tuple(names.get(v, v) if type(v) is int else v for v in atoms)
+        self.equations[begin:] = [
+            dataclasses.replace(
+                each, inputs=named(each.inputs), outputs=named(each.outputs)
+            )
+            for each in self.equations[begin:]
+        ]
 
     def ours(
         self,

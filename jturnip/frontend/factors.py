@@ -6,15 +6,17 @@ LAPACK's `potrf` (G. H. Golub, C. F. Van Loan, Matrix Computations, section 4.2.
 of what solves a system is that of the right side, less products with tiles that are solved
 already (section 3.1.4).
 
-A panel of an LU decomposition, all rows of some columns, is that of the matrix, with what
-the panels left of it leave, and then decomposed: of LAPACK's `getrf` the left-looking form
-(section 3.4.5). Rows stay where they are until all pivots are known: which row comes when
-is an array of its own, and only the decomposition of a panel is of rows in their order.
+A panel of an LU decomposition, all rows of some columns, is that of the matrix, less
+products with the panels to its left, and is then decomposed: LAPACK's `getrf`, but
+left-looking (section 3.4.5). Rows stay where they are until all pivots are known: which row
+is at which place is an array of its own, and only the decomposition of a panel is of rows
+in their order.
 
 XLA does each at once, of the whole matrix.
 """
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +32,7 @@ from jturnip.frontend.values import Equation, FlatJaxpr, Type
 
 CHOLESKY, LU = "cholesky", "lu"
 # How the names of what is done with panels begin.
-OF_PANELS = "lu_panel_"
+_OF_PANELS = "lu_panel_"
 # What is made of tiles that are made before.
 IN_ORDER = frozenset([CHOLESKY, LU, "triangular_solve"])
 # Labels: of a matrix that is factorised; and of the right side of a system, along what is
@@ -44,11 +46,15 @@ class InOrder(Rule):
 
 
 def has_factors(flat: FlatJaxpr, least: int) -> bool:
-    """Whether matrices of more than so many bytes are factorised, or solved with."""
+    """Whether matrices of more than so many bytes, each, are factorised, or solved with."""
     return any(
-        e.name in IN_ORDER and flat.operand_types(e)[0].nbytes > least
+        e.name in IN_ORDER and _matrix_bytes(flat.operand_types(e)[0]) > least
         for e in flat.equations
     )
+
+
+def _matrix_bytes(t: Type) -> int:
+    return math.prod(t.shape[-2:]) * t.dtype.itemsize
 
 
 def rule_in_order(e: Equation, types: Sequence[Type]) -> InOrder | None:
@@ -144,32 +150,36 @@ def _changed(x: Any, transposed: bool, conjugated: bool) -> Any:
 # -- panels of an LU decomposition ---------------------------------------------------------
 
 
-def any_order(panel: Type) -> Any:
+def first_order(panel: Type) -> Any:
     """The rows of a panel in the order in which they are, as a jaxpr of nothing; int32."""
     *several, rows, _ = panel.shape
-    return jax.make_jaxpr(
-        lambda: lax.broadcasted_iota(np.int32, (*several, rows), len(several))
-    )()
+    shape = *several, rows
+    return jax.make_jaxpr(lambda: lax.broadcasted_iota(np.int32, shape, len(several)))()
 
 
 def decomposed(position: Any, panel: Any, order: Any) -> Any:
-    """A panel decomposed, the order of its rows with its pivots, and these as LAPACK has
-    them.
+    """A panel decomposed, the order of its rows with its pivots, and these as
+    `lax.linalg.lu` gives them.
 
     Args:
       position: its first column.
       panel: what is left of it, of shape [rows, width].
-      order: which row comes when, int32 of shape [rows]; those that come before `position`
-        were pivots.
+      order: which row is at each place, int32 of shape [rows]; those at places before
+        `position` were pivots.
     """
     rows, width = panel.shape
+    count = rows - position
     order = jnp.roll(order, -position)  # what is decomposed comes first
-    is_left = (jnp.arange(rows) < rows - position)[:, None]
-    old = panel[order]
-    new, pivots, swapped = lax.linalg.lu(jnp.where(is_left, old, 0))
-    order = order[swapped]
-    decomposed = jnp.where(is_left, new, old)[_inverse(order)]
-    return decomposed, jnp.roll(order, position), pivots[:width] + position
+    is_left = (jnp.arange(rows) < count)[:, None]
+    new, pivots, _ = lax.linalg.lu(jnp.where(is_left, panel[order], 0))
+    # Where there is a NaN, a row that was a pivot may be taken for one again.
+    is_wrong = pivots >= count
+    pivots = jnp.where(is_wrong, jnp.arange(width, dtype=pivots.dtype), pivots)
+    new = jnp.where(jnp.any(is_wrong), np.nan, new)
+    order = order[lax.linalg.lu_pivots_to_permutation(pivots, rows)]
+    places = _places(order)
+    result = jnp.where((places < count)[:, None], new[places], panel)
+    return result, jnp.roll(order, position), pivots + position
 
 
 def updated(position: Any, left: Any, panel: Any, order: Any) -> Any:
@@ -179,52 +189,63 @@ def updated(position: Any, left: Any, panel: Any, order: Any) -> Any:
       position: first column of the decomposed panel.
       left: what is left of the other before, of shape [rows, its width].
       panel: the decomposed one, of shape [rows, width].
-      order: which row comes when, with its pivots; int32 of shape [rows].
+      order: which row is at each place, with its pivots; int32 of shape [rows].
     """
     rows, width = panel.shape
+    height = min(rows, max(width, _LEAST_ROWS))
     pivots = lax.dynamic_slice_in_dim(order, position, width)
     upper = lax.linalg.triangular_solve(
         panel[pivots], left[pivots], left_side=True, lower=True, unit_diagonal=True
     )
-    comes = _inverse(order)
+    places = _places(order)
 
     def block(i: Any, left: Any) -> Any:  # written where it is
-        begin = jnp.minimum(i * width, rows - width)
-        of_block = lambda x: lax.dynamic_slice_in_dim(x, begin, width)
-        is_below = of_block(comes) >= position + width
-        is_new = begin + jnp.arange(width) >= i * width
-        lower = jnp.where((is_below & is_new)[:, None], of_block(panel), 0)
-        new = of_block(left) - _product(lower, upper)
-        return lax.dynamic_update_slice_in_dim(left, new, begin, 0)
+        begin = jnp.minimum(i * height, rows - height)
+        of_block = lambda x: lax.dynamic_slice_in_dim(x, begin, height)
+        changes = of_block(places) >= position + width
+        changes &= begin + jnp.arange(height) >= i * height
+        before = of_block(left)
+        after = before - _product(of_block(panel), upper)
+        after = jnp.where(changes[:, None], after, before)
+        return lax.dynamic_update_slice_in_dim(left, after, begin, 0)
 
-    left = lax.fori_loop(0, -(-rows // width), block, left)
+    left = lax.fori_loop(0, -(-rows // height), block, left)
     return left.at[pivots].set(upper)
 
 
-def ordered(panel: Any, order: Any) -> Any:
-    """A decomposed panel with its rows in their order."""
-    return panel[order]
+# Blocks of fewer rows are done as fast as one of so many.
+_LEAST_ROWS = 128
+# Each writes its first result over its second operand.
+OVER_PANELS = frozenset(f"{_OF_PANELS}{f.__name__}" for f in (decomposed, updated))
+
+
+def in_tiles(bounds: Sequence[tuple[int, int]]) -> Any:
+    """What gives the rows of a decomposed panel in their order, as tiles."""
+
+    def ordered(panel: Any, order: Any) -> Any:
+        return tuple(panel[order[begin:end]] for begin, end in bounds)
+
+    return ordered
+
+
+def of_panel(e: Equation) -> str:
+    """The name of what an equation does with panels; of another, ""."""
+    name = str(e.origin.params.get("name", ""))
+    return name if name.startswith(_OF_PANELS) else ""
 
 
 def of_panels(function: Any, *types: Type) -> Any:
-    """One of the three functions above as an equation on operands of these types; those of
-    several matrices have more dimensions, but not the position."""
+    """One of the functions above as an equation on operands of these types. Those of
+    several matrices have more dimensions, but not the position; the last is the order."""
     axes = tuple(0 if t.shape else None for t in types)
     several = lambda *operands: function(*operands)
     for _ in types[-1].shape[:-1]:
         several = jax.vmap(several, axes)
-    several.__name__ = several.__qualname__ = f"{OF_PANELS}{function.__name__}"
+    several.__name__ = several.__qualname__ = f"{_OF_PANELS}{function.__name__}"
     (eqn,) = jax.make_jaxpr(jax.jit(several))(*(t.struct() for t in types)).jaxpr.eqns
     return eqn
 
 
-def joined(e: Equation, *pivots: Type) -> Any:
-    """The pivots of all panels, as a jaxpr of those of each."""
-    del e
-    function = lambda *pivots: jnp.concatenate(pivots, -1)
-    return jax.make_jaxpr(function)(*(t.struct() for t in pivots))
-
-
-def _inverse(order: Any) -> Any:
-    """When each row comes, of which row comes when."""
+def _places(order: Any) -> Any:
+    """The place of each row, of which row is at each place."""
     return jnp.zeros_like(order).at[order].set(jnp.arange(len(order), dtype=order.dtype))

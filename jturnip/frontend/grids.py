@@ -17,14 +17,22 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from jturnip.frontend import factors, parts, stacks
 from jturnip.frontend.axes import Known, rules
 from jturnip.frontend.builder import Builder
 from jturnip.frontend.choosing import Where
 from jturnip.frontend.costs import nested
-from jturnip.frontend.in_order import At, Key, Making, Tile, TilesInOrder, at_of, tile_of
+from jturnip.frontend.in_order import (
+    At,
+    Key,
+    Making,
+    Tile,
+    TilesInOrder,
+    at_of,
+    joined,
+    part_of,
+    tile_of,
+)
 from jturnip.frontend.results import live
 from jturnip.frontend.rules import SAME, Along, Rule, without_halos
 from jturnip.frontend.values import (
@@ -41,9 +49,8 @@ from jturnip.frontend.values import (
 )
 
 
-# One over the share of what there is that a tile takes, of which a task has four, and the
-# next one's are on their way meanwhile; and a panel of an LU decomposition, of which a task
-# has three, or decomposes one that it copies before and after.
+# What there is over a tile: a task has four, and the next one's are on their way. And what
+# there is over a panel of an LU decomposition: a task has three.
 _TILES = ((16, 4), (32, 6), (64, 8))
 # So many times fewer or more tiles along a dimension may there be, if all are of one size
 # then; else their sides are a multiple of what a vector holds.
@@ -69,12 +76,10 @@ def in_grids(
     """
     of_equation = rules(flat, parts.works, known)
     seen: list[Any] = []
-    has_panels = any(e.name == factors.LU for e in flat.equations)
     for of_tile, of_panel in _TILES:
         grids = _Grids(flat, where, of_equation, arena, arena // of_tile, arena // of_panel)
-        sizes = grids.counts, has_panels and of_panel
-        if grids.counts and sizes not in seen:
-            seen.append(sizes)
+        if grids.counts and grids.counts not in seen:
+            seen.append(grids.counts)
             made = grids.result()
             if made is not None:
                 yield made
@@ -117,12 +122,13 @@ class _Grids:
     ):
         self._flat = flat
         self._where = where
-        self._arena, self._least, self._panel_bytes = arena, tile_bytes, panel_bytes
+        self._arena, self._least = arena, tile_bytes
         itemsize = max((t.dtype.itemsize for t in flat.types if _is_plain(t)), default=4)
         self.side = math.isqrt(tile_bytes // itemsize)
         self._builder = Builder.of(dataclasses.replace(flat, equations=()))
         self._slices = {s.value: s for s in flat.slices}
         self._writer = {v: i for i, e in enumerate(flat.equations) for v in e.outputs}
+        self._bounds = functools.cache(functools.partial(_bounds, self.side))
         self._cuts = [
             self._cut(e, rule) if self.side else None
             for e, rule in zip(flat.equations, of_equation, strict=True)
@@ -133,29 +139,35 @@ class _Grids:
             for e, cut in zip(flat.equations, self._cuts, strict=True)
             for at, v in enumerate(e.outputs)
         }
-        # What was asked for, and equations on tiles as jaxprs.
-        self._bounds = functools.cache(functools.partial(_bounds, self.side))
         self._in_order = TilesInOrder(
             flat, self._builder, self._tile, self._columns, self._bounds, panel_bytes
         )
+        # What was asked for, and equations on tiles as jaxprs.
         self._there: dict[Key, Any] = {}
         self._jaxprs: dict[Key, Any] = {}
         self._combined: dict[int, list[tuple[int, ...]]] = {}
 
     @property
-    def counts(self) -> dict[int, int] | None:
-        """How long what is cut is, and into how many tiles that is; nothing where that
-        would be too many."""
+    def counts(self) -> list[tuple[int, int]] | None:
+        """How long what is cut is, and into how many tiles that is, and of how many panels
+        LU decompositions are; nothing where that would be too many."""
         lengths = {n for cut in self._cuts if cut for n in cut.lengths.values()}
         try:
-            return {n: len(self._bounds(n)) for n in sorted(lengths)}
+            tiles = [(n, len(self._bounds(n))) for n in sorted(lengths)]
+            return [*tiles, *((i, len(self._in_order.panels(i))) for i in self._lus())]
         except _CannotBe:
             return None
+
+    def _lus(self) -> Iterator[int]:
+        """LU decompositions that are made in panels."""
+        for i, (e, cut) in enumerate(zip(self._flat.equations, self._cuts, strict=True)):
+            if e.name == factors.LU and cut and isinstance(cut.rule, factors.InOrder):
+                yield i
 
     def result(self) -> FlatJaxpr | None:
         """The function; None where it cannot be in tiles."""
         flat = self._flat
-        if sum(map(self._count, self._cuts)) > _MOST_EQUATIONS:
+        if sum(map(self._count, range(len(flat.equations)))) > _MOST_EQUATIONS:
             return None
         try:
             for i, e in enumerate(flat.equations):  # in their order
@@ -167,9 +179,14 @@ class _Grids:
         slices = self._slices.values()
         return live(self._builder.finish(flat.inputs, outputs, tuple(slices)))
 
-    def _count(self, cut: _Cut | None) -> int:
-        """How many times an equation is done, if all of it is asked for."""
-        return math.prod(len(self._bounds(n)) for n in cut.lengths.values()) if cut else 1
+    def _count(self, i: int) -> int:
+        """About how many equations one becomes, if all of it is asked for."""
+        cut = self._cuts[i]
+        if cut is None:
+            return 1
+        if isinstance(cut.rule, factors.InOrder):
+            return self._in_order.count(i)
+        return math.prod(len(self._bounds(n)) for n in cut.lengths.values())
 
     def _output(self, output: int | Parts) -> int | Parts:
         if isinstance(output, Parts):
@@ -194,7 +211,7 @@ class _Grids:
         if not large or e.effects or e.origin.effects or e.driven:
             return None
         if e.name in factors.IN_ORDER and types[0].shape[-1] > self.side:
-            rule = factors.rule_in_order(e, types)
+            rule = factors.rule_in_order(e, types) or without_halos(rule)
         else:
             rule = without_halos(rule)
         if rule is None:
@@ -220,13 +237,20 @@ class _Grids:
         if e.name == "gather" and reduced:
             # Of what it takes from, all is there, or a part along one dimension.
             sides = zip(types[0].shape, rule.operands[0], strict=True)
-            sides = (min(n, self.side) if x in everywhere else n for n, x in sides)
+            sides = (self._length(n) if x in everywhere else n for n, x in sides)
             nbytes = math.prod(sides) * types[0].dtype.itemsize
             is_large = 2 * nbytes > self._arena
             along = [*everywhere, *(reduced[:1] if is_large else ())]
         elif e.name in _ALONG_ONE or calls or _goes_by_one_position(e):
             along = sorted(along, key=lambda x: (x in reduced, -lengths[x]))[:1]
         return {x: lengths[x] for x in along}
+
+    def _length(self, n: int) -> int:
+        """How long a tile is along a dimension of `n` positions."""
+        try:
+            return self._bounds(n)[0][1]
+        except _CannotBe:
+            return self.side
 
     def _tiles(self, t: Type, dims: frozenset[int]) -> Iterator[Tile]:
         """All tiles of a value that is cut along some dimensions."""
@@ -289,17 +313,14 @@ class _Grids:
             other = lambda k, d=d: (*tile[:d], k, *tile[d + 1 :])
             if at is not None and d not in dims:  # it is not made in such tiles
                 more = yield self._tile, v, other(None)
-                begin, end = self._bounds(t.shape[d])[at]
-                cutting = stacks.cutting(self._builder.types[more], d, end - begin)
-                position = Constant.position(begin, np.uint32)
-                return self._ours(cutting, (more, position), self._calls(v))
+                bounds = self._bounds(t.shape[d])[at]
+                return part_of(self._builder, more, d, bounds, self._calls(v))
             if at is None and d in dims:
                 pieces = []
                 for k in range(len(self._bounds(t.shape[d]))):
                     piece = yield self._tile, v, other(k)
                     pieces.append(piece)
-                types = tuple(self._builder.types[p] for p in pieces)
-                return self._ours(stacks.joining(types, d), pieces, self._calls(v))
+                return joined(self._builder, pieces, d, self._calls(v))
         i = self._writer[v]
         cut, at = self._cuts[i], self._flat.equations[i].outputs.index(v)
         labels = cut.rule.results[at] if cut else ()
@@ -322,14 +343,10 @@ class _Grids:
         for tile in self._tiles(t, dims & {row}):
             piece = yield self._tile, v, (*tile[:last], column)
             if (begin, end) != (first, past):
-                cutting = stacks.cutting(self._builder.types[piece], last, end - begin)
-                position = Constant.position(begin - first, np.uint32)
-                piece = self._ours(cutting, (piece, position), self._calls(v))
+                within = begin - first, end - first
+                piece = part_of(self._builder, piece, last, within, self._calls(v))
             pieces.append(piece)
-        if len(pieces) == 1:
-            return pieces[0]
-        types = tuple(self._builder.types[p] for p in pieces)
-        return self._ours(stacks.joining(types, row), pieces, self._calls(v))
+        return joined(self._builder, pieces, row, self._calls(v))
 
     def _is_there(self, v: int) -> bool:
         """Whether it is a large array in host memory."""

@@ -4,6 +4,7 @@ Which tile is made of which others, and how, is `factors.py`; here they are aske
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -11,7 +12,7 @@ import numpy as np
 
 from jturnip.frontend import factors, stacks
 from jturnip.frontend.builder import Builder
-from jturnip.frontend.values import Atom, Constant, Equation, FlatJaxpr, Type
+from jturnip.frontend.values import Atom, Constant, Equation, FlatJaxpr
 
 
 # Which tile along each dimension; None for all positions.
@@ -21,6 +22,8 @@ At: TypeAlias = tuple[tuple[int, int], ...]
 # What is asked for: the method that makes it, and of what.
 Key: TypeAlias = tuple[Any, ...]
 Making: TypeAlias = Generator[Key, Any, Any]
+# Those that an equation was inlined from.
+Calls: TypeAlias = tuple[Any, ...]
 
 
 def at_of(along: Mapping[int, int]) -> At:
@@ -32,8 +35,28 @@ def tile_of(labels: Sequence[int | None], along: Mapping[int, int]) -> Tile:
     return tuple(None if x is None else along.get(x) for x in labels)
 
 
+def joined(builder: Builder, pieces: Sequence[int], dim: int, calls: Calls) -> int:
+    """Pieces next to one another along a dimension, as one value."""
+    if len(pieces) == 1:
+        return pieces[0]
+    types = tuple(builder.types[v] for v in pieces)
+    (value,) = builder.ours(stacks.joining(types, dim), pieces, calls)
+    return value
+
+
+def part_of(
+    builder: Builder, v: int, dim: int, bounds: tuple[int, int], calls: Calls
+) -> int:
+    """Some positions of a value along a dimension."""
+    begin, end = bounds
+    cutting = stacks.cutting(builder.types[v], dim, end - begin)
+    position = Constant.position(begin, np.uint32)
+    (value,) = builder.ours(cutting, (v, position), calls)
+    return value
+
+
 class TilesInOrder:
-    """What makes them.
+    """Makes tiles of factors and of what solves systems.
 
     Args:
       flat: the function.
@@ -41,7 +64,7 @@ class TilesInOrder:
       tile: makes a tile of a value of `flat`.
       columns: makes some columns of a matrix, of those that one tile has, by their bounds.
       bounds: where tiles begin and end along a dimension of so many positions.
-      panel_bytes: of a panel of an LU decomposition, at most.
+      panel_bytes: of a panel of an LU decomposition at most, unless it is one column.
     """
 
     def __init__(
@@ -60,6 +83,19 @@ class TilesInOrder:
         self._bounds = bounds
         self._panel_bytes = panel_bytes
         self._made: dict[Key, Any] = {}
+        self.panels = functools.cache(self._panels)
+
+    def count(self, i: int) -> int:
+        """About how many equations one that is made in order becomes."""
+        e = self._flat.equations[i]
+        tiles = len(self._tiles(i))
+        if e.name == factors.LU:
+            return len(self.panels(i)) * (len(self.panels(i)) + 1) // 2 + tiles**2
+        t = self._flat.types[e.outputs[0]]
+        others = t.shape[-1 if e.origin.params.get("left_side") else -2]
+        return (
+            tiles**2 * len(self._bounds(others)) // (6 if e.name == factors.CHOLESKY else 2)
+        )
 
     def results(self, i: int, at: At) -> Making:
         """Tiles of all results of an equation; None for those that are not asked for."""
@@ -73,6 +109,11 @@ class TilesInOrder:
         value = yield (self._factor if e.name == factors.CHOLESKY else self._solved), i, at
         return (value,)
 
+    def _tiles(self, i: int) -> Sequence[tuple[int, int]]:
+        """Where tiles along the columns of the matrix of an equation begin and end."""
+        e = self._flat.equations[i]
+        return self._bounds(self._flat.operand_types(e)[0].shape[-1])
+
     # -- Cholesky factors and triangular systems ---------------------------------------
 
     def _factor(self, i: int, at: At) -> Making:
@@ -83,7 +124,10 @@ class TilesInOrder:
             bounds = self._bounds(t.shape[-1])
             sides = (end - begin for begin, end in (bounds[row], bounds[column]))
             shape = (*t.shape[:-2], *sides)
-            return self._ours(factors.zeros(dataclasses.replace(t, shape=shape)), (), e)
+            key = factors.zeros, shape, t.dtype
+            if key not in self._made:
+                self._made[key] = factors.zeros(dataclasses.replace(t, shape=shape))
+            return self._ours(self._made[key], (), e)
         left = yield self._left, i, at, column
         if row == column:
             return self._done(factors.factorised, e, left)
@@ -117,7 +161,7 @@ class TilesInOrder:
 
     def _before(self, e: Equation, number: int) -> Sequence[int]:
         """Which tiles of what solves a system are needed for one of them."""
-        count = len(self._bounds(e.origin.invars[0].aval.shape[-1]))
+        count = len(self._bounds(self._flat.operand_types(e)[0].shape[-1]))
         return factors.solved_before(e, number, count)
 
     def _given(self, e: Equation, along: Mapping[int, int]) -> Key:
@@ -136,85 +180,79 @@ class TilesInOrder:
 
     # -- LU decompositions -------------------------------------------------------------
 
-    def _panels(self, e: Equation) -> list[tuple[int, int]]:
-        """Where panels begin and end: one tile has the columns of one or more."""
-        t = Type.of(e.origin.invars[0].aval)
+    def _panels(self, i: int) -> list[tuple[int, tuple[int, int]]]:
+        """Panels: which tile has their columns, and where they begin and end."""
+        t = self._flat.operand_types(self._flat.equations[i])[0]
+        most = max(1, self._panel_bytes // (t.nbytes // t.shape[-1]))
         found = []
-        for begin, end in self._bounds(t.shape[-1]):
-            nbytes = t.nbytes // t.shape[-1] * (end - begin)
-            width = -(-(end - begin) // -(-nbytes // self._panel_bytes))
-            found += [(begin + a, begin + b) for a, b in stacks.bounds(end - begin, width)]
+        for tile, (begin, end) in enumerate(self._tiles(i)):
+            count = -(-(end - begin) // most)
+            for a, b in stacks.bounds(end - begin, -(-(end - begin) // count)):
+                found.append((tile, (begin + a, begin + b)))
         return found
 
     def _panel(self, i: int, number: int, count: int) -> Making:
         """What the first so many panels leave of one."""
-        e = self._flat.equations[i]
         if not count:
-            (v,), bounds = e.inputs, self._panels(e)[number]
+            (v,) = self._flat.equations[i].inputs
             assert isinstance(v, int)
-            value = yield self._columns, v, self._tile_with(e, bounds), bounds
+            value = yield self._columns, v, *self.panels(i)[number]
             return value
         left = yield self._panel, i, number, count - 1
         panel, order, _ = yield self._decomposed, i, count - 1
-        return self._of_panels(factors.updated, e, count - 1, left, panel, order)[0]
+        return self._of_panels(factors.updated, i, count - 1, left, panel, order)[0]
 
     def _decomposed(self, i: int, number: int) -> Making:
         """A panel, the order of the rows with its pivots, and these."""
-        e = self._flat.equations[i]
         left = yield self._panel, i, number, number
         if number:
             _, order, _ = yield self._decomposed, i, number - 1
         else:
-            order = self._ours(factors.any_order(self._builder.types[left]), (), e)
-        return self._of_panels(factors.decomposed, e, number, left, order)
+            of_rows = factors.first_order(self._builder.types[left])
+            order = self._ours(of_rows, (), self._flat.equations[i])
+        return self._of_panels(factors.decomposed, i, number, left, order)
 
     def _pivots(self, i: int) -> Making:
         """All pivots, and the order of the rows."""
-        e = self._flat.equations[i]
         order, pivots = None, []
-        for number in range(len(self._panels(e))):
+        for number in range(len(self.panels(i))):
             _, order, each = yield self._decomposed, i, number
             pivots.append(each)
-        return self._done(factors.joined, e, *pivots), order
+        dim = len(self._builder.types[pivots[0]].shape) - 1
+        return joined(self._builder, pivots, dim, self._flat.equations[i].within), order
+
+    def _ordered(self, i: int, number: int) -> Making:
+        """A panel with its rows in their order, in tiles."""
+        _, order = yield self._pivots, i
+        panel, _, _ = yield self._decomposed, i, number
+        bounds = self._bounds(self._builder.types[order].shape[-1])
+        return self._of_panels(factors.in_tiles(bounds), i, None, panel, order)
 
     def _tile_of_panels(self, i: int, at: At) -> Making:
-        """A tile of a decomposition, with its rows in their order."""
-        e, along = self._flat.equations[i], dict(at)
-        _, order = yield self._pivots, i
-        t = self._builder.types[order]
-        begin, end = self._bounds(t.shape[-1])[along[factors.ROW]]
-        cutting = stacks.cutting(t, len(t.shape) - 1, end - begin)
-        order = self._ours(cutting, (order, Constant.position(begin, np.uint32)), e)
-        pieces = []
-        for number, bounds in enumerate(self._panels(e)):
-            if self._tile_with(e, bounds) == along[factors.COLUMN]:
-                panel, _, _ = yield self._decomposed, i, number
-                pieces += self._of_panels(factors.ordered, e, None, panel, order)
-        if len(pieces) == 1:
-            return pieces[0]
-        types = tuple(self._builder.types[v] for v in pieces)
-        return self._ours(stacks.joining(types, len(types[0].shape) - 1), pieces, e)
-
-    def _tile_with(self, e: Equation, bounds: tuple[int, int]) -> int:
-        """Which tile has the columns of a panel."""
-        tiles = self._bounds(e.origin.invars[0].aval.shape[-1])
-        return next(k for k, (_, end) in enumerate(tiles) if bounds[1] <= end)
+        """A tile of a decomposition."""
+        along, pieces = dict(at), []
+        for number, (tile, _) in enumerate(self.panels(i)):
+            if tile == along[factors.COLUMN]:
+                tiles = yield self._ordered, i, number
+                pieces.append(tiles[along[factors.ROW]])
+        dim = len(self._builder.types[pieces[0]].shape) - 1
+        return joined(self._builder, pieces, dim, self._flat.equations[i].within)
 
     def _of_panels(
-        self, make: Callable[..., Any], e: Equation, number: int | None, *operands: int
+        self, make: Callable[..., Any], i: int, number: int | None, *operands: int
     ) -> Sequence[int]:
         """Adds what is done with panels, as one equation; returns its results."""
         types = tuple(self._builder.types[v] for v in operands)
         position = ()
         if number is not None:
-            position = (Constant.position(self._panels(e)[number][0]),)
-        key = make, id(e.origin), types
+            _, (begin, _) = self.panels(i)[number]
+            position = (Constant.position(begin),)
+        key = make.__name__, types
         if key not in self._made:
             of_position = tuple(p.type for p in position)
             self._made[key] = factors.of_panels(make, *of_position, *types)
-        return self._builder.emit(
-            self._made[key], (*position, *operands), e.within, ours=True
-        )
+        calls = self._flat.equations[i].within
+        return self._builder.emit(self._made[key], (*position, *operands), calls, ours=True)
 
     # ----------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Collection, Iterator, Sequence
 
 from jturnip.frontend.costs import ELEMENTWISE, RENAMING
+from jturnip.frontend.factors import OVER_PANELS, of_panel
 from jturnip.frontend.loops import scan_counts
 from jturnip.frontend.partition import SMALL, Group
 from jturnip.frontend.values import (
@@ -143,6 +144,8 @@ def _in_place(flat: FlatJaxpr, e: Equation) -> Iterator[tuple[int, int]]:
             read = [pair for pair, t in zip(read, types, strict=True) if t.shape == size]
     elif e.name in _UPDATES:
         read = [(e.inputs[0], e.outputs[0])]
+    elif of_panel(e) in OVER_PANELS:
+        read = [(e.inputs[1], e.outputs[0])]
     elif e.name == "scan" and not e.driven:
         consts, carries, _ = scan_counts(e.origin)
         carried = e.inputs[consts : consts + carries]

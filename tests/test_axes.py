@@ -601,7 +601,7 @@ def test_sums_over_edges_grow_in_place():
     assert_same(found, jax.jit(convolved)(*args), ulps=2)
 
 
-@pytest.mark.parametrize("share", [4, 7])
+@pytest.mark.parametrize("share", [pytest.param(4, marks=pytest.mark.slow), 7])
 def test_layers_of_a_graph_are_cut_though_all_hang_together(share: int):
     """The gradients of a layer read what its edges were sent, which is made of little."""
     args = numbers(1024, 32), numbers(3, 2, 32, 32) / 6, *whole_numbers(1024, 2, 4096)

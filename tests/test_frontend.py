@@ -739,7 +739,7 @@ def test_equal_layers_have_equal_keys():
     assert all(key in keys for key in fewer)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_equal_functions_traced_apart_have_equal_keys():
     first = keys_of(lambda x: jax.nn.softmax(x @ x), x32(8, 8))
     jax.clear_caches()

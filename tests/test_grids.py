@@ -198,6 +198,7 @@ def test_tiles_give_the_same(name: str, hosted: bool):
 SIDES = list(itertools.product([True, False], repeat=4))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("left_side", "lower", "transpose", "unit"), SIDES)
 @pytest.mark.parametrize("dtype", [np.float32, np.complex64])
 def test_systems_are_solved_tile_by_tile(
@@ -237,6 +238,7 @@ def decomposition(a: Any) -> Any:
     return lax.linalg.lu(a)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [np.nan, np.inf])
 @pytest.mark.parametrize("at", [(0, 0), (20, 30), (47, 3), (9, 40), (47, 47)])
 def test_what_is_not_finite_is_seen_in_all_that_is_solved(
@@ -248,6 +250,7 @@ def test_what_is_not_finite_is_seen_in_all_that_is_solved(
     assert_same(found, [jnp.linalg.solve(a, b)])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [np.nan, np.inf])
 def test_of_what_is_not_finite_no_row_is_a_pivot_twice(number: float):
     """LAPACK takes the rows above, which are zeros to it, for pivots after a NaN."""
@@ -412,7 +415,7 @@ IN_A_BUDGET = {
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("share", [2, 4])
+@pytest.mark.parametrize("share", [pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("name", IN_A_BUDGET)
 def test_what_is_read_from_both_sides_runs_in_a_part_of_its_peak(name: str, share: int):
     """All but the product were refused."""

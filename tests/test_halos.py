@@ -103,7 +103,6 @@ NETWORKS: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
 # What is tried in every run; the others take long to compile.
 QUICK = {
     ("an image", 4),
-    ("gradients of an image", 2),
     ("a sound", 4),
     ("gradients of a volume", 4),
     ("up and down", 4),

@@ -299,7 +299,13 @@ def test_jitter_on_the_link_changes_no_bit(name: str):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("scanned", [False, True], ids=["list", "stacked"])
+@pytest.mark.parametrize(
+    "scanned",
+    [
+        pytest.param(False, marks=pytest.mark.slow, id="list"),
+        pytest.param(True, id="stacked"),
+    ],
+)
 def test_text_is_generated_with_what_fits_on_the_device(scanned: bool):
     """For each token only those weights travel for which there is no room."""
     model, count = llama.config("small", layers=6), 8

@@ -47,6 +47,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Any]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_blocks_give_the_same(name: str):
     """Signs and all, as LAPACK has them: rounded otherwise, and of vectors as far as the
@@ -114,7 +115,7 @@ def components(a: Any) -> Any:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("share", [2, 4, 8])
+@pytest.mark.parametrize("share", [2, pytest.param(4, marks=pytest.mark.slow), 8])
 @pytest.mark.parametrize("fn", [jnp.linalg.qr, least_squares, components])
 def test_a_tall_matrix_is_decomposed_in_a_part_of_its_peak(
     fn: Callable[..., Any], share: int

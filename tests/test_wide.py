@@ -60,10 +60,14 @@ def factor(x: Any) -> Any:
 
 
 FUNCTIONS = [products, kernel, loop, until, wide_results, factor]
+LIKE_OTHERS = (products, loop, until)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("fn", FUNCTIONS)
+@pytest.mark.parametrize(
+    "fn",
+    [pytest.param(f, marks=[pytest.mark.slow] * (f in LIKE_OTHERS)) for f in FUNCTIONS],
+)
 def test_it_runs_in_a_part_of_its_peak(fn: Callable[..., Any]):
     """Each raised a TypeError of JAX's, or an ExecutionError, where it did not fit."""
     within = jturnip.jit(fn, unconstrained_peak(fn, X) // 2)

@@ -58,7 +58,7 @@ _FEWER, _MORE = 0.8, 1.6
 _ALIGNED = 16
 # More tiles along a dimension than so many, and more equations, take long to plan.
 _MOST_TILES = 64
-_MOST_EQUATIONS = 10_000
+_MOST_EQUATIONS = 20_000
 # What is done along one dimension only, whatever else could be cut.
 _ALONG_ONE = frozenset("ragged_dot_general conv_general_dilated sort".split())
 

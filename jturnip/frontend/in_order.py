@@ -87,15 +87,15 @@ class TilesInOrder:
 
     def count(self, i: int) -> int:
         """About how many equations one that is made in order becomes."""
-        e = self._flat.equations[i]
-        tiles = len(self._tiles(i))
+        e, tiles = self._flat.equations[i], len(self._tiles(i))
         if e.name == factors.LU:
-            return len(self.panels(i)) * (len(self.panels(i)) + 1) // 2 + tiles**2
+            panels = len(self.panels(i))
+            return panels * (panels + 1) // 2 + tiles**2
+        if e.name == factors.CHOLESKY:
+            return tiles**3 // 6
         t = self._flat.types[e.outputs[0]]
-        others = t.shape[-1 if e.origin.params.get("left_side") else -2]
-        return (
-            tiles**2 * len(self._bounds(others)) // (6 if e.name == factors.CHOLESKY else 2)
-        )
+        others = t.shape[-1 if e.origin.params["left_side"] else -2]
+        return tiles**2 * len(self._bounds(others)) // 2
 
     def results(self, i: int, at: At) -> Making:
         """Tiles of all results of an equation; None for those that are not asked for."""

@@ -51,7 +51,7 @@ from jturnip.frontend.values import (
 
 # What there is over a tile: a task has four, and the next one's are on their way. And what
 # there is over a panel of an LU decomposition: a task has three.
-_TILES = ((16, 4), (32, 6), (64, 8))
+_TILES = ((16, 4), (32, 6), (100, 8))
 # So many times fewer or more tiles along a dimension may there be, if all are of one size
 # then; else their sides are a multiple of what a vector holds.
 _FEWER, _MORE = 0.8, 1.6

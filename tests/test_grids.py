@@ -234,10 +234,6 @@ def test_panels_of_a_singular_matrix_have_the_same_pivots():
     assert_same(lower @ jnp.triu(factors), jnp.asarray(a)[order], ulps=256)
 
 
-def decomposition(a: Any) -> Any:
-    return lax.linalg.lu(a)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("number", [np.nan, np.inf])
 @pytest.mark.parametrize("at", [(0, 0), (20, 30), (47, 3), (9, 40), (47, 47)])
@@ -254,7 +250,7 @@ def test_what_is_not_finite_is_seen_in_all_that_is_solved(
 @pytest.mark.parametrize("number", [np.nan, np.inf])
 def test_of_what_is_not_finite_no_row_is_a_pivot_twice(number: float):
     """LAPACK takes the rows above, which are zeros to it, for pivots after a NaN."""
-    made = tiled(flat_of(decomposition, array(48, 48)), 3, 48)
+    made = tiled(flat_of(lax.linalg.lu, array(48, 48)), 3, 48)
     for at in ((5, 20), (30, 20), (40, 47), (20, 36)):
         a = array(48, 48)
         a[at] = number
@@ -264,7 +260,7 @@ def test_of_what_is_not_finite_no_row_is_a_pivot_twice(number: float):
         permutation = lax.linalg.lu_pivots_to_permutation(pivots, 48)
         np.testing.assert_array_equal(order, permutation)
         before = at[1] // 16 * 16
-        expected = decomposition(a)
+        expected = lax.linalg.lu(a)
         np.testing.assert_array_equal(pivots[:before], expected[1][:before])
         assert not np.isfinite(factors).all()
 
@@ -273,8 +269,8 @@ def test_an_infinite_number_stays_in_its_column():
     """Rows that are pivots already are left as they are."""
     a = np.eye(48, dtype=np.float32)
     a[20, 40] = np.inf
-    factors, _, _ = evaluated(tiled(flat_of(decomposition, a), 4, 48), a)
-    np.testing.assert_array_equal(factors[:12], decomposition(a)[0][:12])
+    factors, _, _ = evaluated(tiled(flat_of(lax.linalg.lu, a), 4, 48), a)
+    np.testing.assert_array_equal(factors[:12], lax.linalg.lu(a)[0][:12])
 
 
 def test_a_batch_is_cut_along_its_examples():

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from jturnip.frontend import stacks
 from jturnip.frontend.values import (
     Atom,
     Constant,
@@ -118,6 +119,27 @@ class Builder:
             )
             for each in self.equations[begin:]
         ]
+
+    def one(self, closed: Any, operands: Sequence[Atom], calls: tuple[Any, ...]) -> int:
+        """Adds the equations of a jaxpr of our own making that gives one result; returns
+        that."""
+        (value,) = self.ours(closed, operands, calls)
+        return value
+
+    def joined(self, pieces: Sequence[int], dim: int, calls: tuple[Any, ...]) -> int:
+        """Pieces next to one another along a dimension, as one value."""
+        if len(pieces) == 1:
+            return pieces[0]
+        types = tuple(self.types[v] for v in pieces)
+        return self.one(stacks.joining(types, dim), pieces, calls)
+
+    def part_of(
+        self, v: int, dim: int, bounds: tuple[int, int], calls: tuple[Any, ...]
+    ) -> int:
+        """Some positions of a value along a dimension: from the first on, up to another."""
+        begin, end = bounds
+        cutting = stacks.cutting(self.types[v], dim, end - begin)
+        return self.one(cutting, (v, Constant.position(begin, np.uint32)), calls)
 
     def ours(
         self,

@@ -29,8 +29,6 @@ from jturnip.frontend.in_order import (
     Tile,
     TilesInOrder,
     at_of,
-    joined,
-    part_of,
     tile_of,
 )
 from jturnip.frontend.results import live
@@ -314,13 +312,13 @@ class _Grids:
             if at is not None and d not in dims:  # it is not made in such tiles
                 more = yield self._tile, v, other(None)
                 bounds = self._bounds(t.shape[d])[at]
-                return part_of(self._builder, more, d, bounds, self._calls(v))
+                return self._builder.part_of(more, d, bounds, self._calls(v))
             if at is None and d in dims:
                 pieces = []
                 for k in range(len(self._bounds(t.shape[d]))):
                     piece = yield self._tile, v, other(k)
                     pieces.append(piece)
-                return joined(self._builder, pieces, d, self._calls(v))
+                return self._builder.joined(pieces, d, self._calls(v))
         i = self._writer[v]
         cut, at = self._cuts[i], self._flat.equations[i].outputs.index(v)
         labels = cut.rule.results[at] if cut else ()
@@ -344,9 +342,9 @@ class _Grids:
             piece = yield self._tile, v, (*tile[:last], column)
             if (begin, end) != (first, past):
                 within = begin - first, end - first
-                piece = part_of(self._builder, piece, last, within, self._calls(v))
+                piece = self._builder.part_of(piece, last, within, self._calls(v))
             pieces.append(piece)
-        return joined(self._builder, pieces, row, self._calls(v))
+        return self._builder.joined(pieces, row, self._calls(v))
 
     def _is_there(self, v: int) -> bool:
         """Whether it is a large array in host memory."""
@@ -366,11 +364,6 @@ class _Grids:
     def _calls(self, v: int) -> tuple[Any, ...]:
         """Of what is made of a value."""
         return self._flat.equations[self._writer[v]].within if v in self._writer else ()
-
-    def _ours(self, closed: Any, operands: Sequence[Atom], calls: tuple[Any, ...]) -> int:
-        """Adds what gives one result; returns that."""
-        (value,) = self._builder.ours(closed, operands, calls)
-        return value
 
     # -- equations --------------------------------------------------------------------
 
@@ -420,7 +413,7 @@ class _Grids:
         types = self._builder.types[sofar], self._builder.types[value]
         dtype = self._type(e.outputs[0]).dtype if is_last else None
         combining = parts.combining(how, *types, dtype)
-        return self._ours(combining, (sofar, value), e.within)
+        return self._builder.one(combining, (sofar, value), e.within)
 
     def _applied(
         self, i: int, along: Mapping[int, int]

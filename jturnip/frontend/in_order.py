@@ -8,11 +8,9 @@ import functools
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, TypeAlias
 
-import numpy as np
-
 from jturnip.frontend import factors, stacks
 from jturnip.frontend.builder import Builder
-from jturnip.frontend.values import Atom, Constant, Equation, FlatJaxpr
+from jturnip.frontend.values import Constant, Equation, FlatJaxpr
 
 
 # Which tile along each dimension; None for all positions.
@@ -22,8 +20,6 @@ At: TypeAlias = tuple[tuple[int, int], ...]
 # What is asked for: the method that makes it, and of what.
 Key: TypeAlias = tuple[Any, ...]
 Making: TypeAlias = Generator[Key, Any, Any]
-# Those that an equation was inlined from.
-Calls: TypeAlias = tuple[Any, ...]
 
 
 def at_of(along: Mapping[int, int]) -> At:
@@ -33,26 +29,6 @@ def at_of(along: Mapping[int, int]) -> At:
 def tile_of(labels: Sequence[int | None], along: Mapping[int, int]) -> Tile:
     """The tile of an operand or a result of which the rule has these labels."""
     return tuple(None if x is None else along.get(x) for x in labels)
-
-
-def joined(builder: Builder, pieces: Sequence[int], dim: int, calls: Calls) -> int:
-    """Pieces next to one another along a dimension, as one value."""
-    if len(pieces) == 1:
-        return pieces[0]
-    types = tuple(builder.types[v] for v in pieces)
-    (value,) = builder.ours(stacks.joining(types, dim), pieces, calls)
-    return value
-
-
-def part_of(
-    builder: Builder, v: int, dim: int, bounds: tuple[int, int], calls: Calls
-) -> int:
-    """Some positions of a value along a dimension."""
-    begin, end = bounds
-    cutting = stacks.cutting(builder.types[v], dim, end - begin)
-    position = Constant.position(begin, np.uint32)
-    (value,) = builder.ours(cutting, (v, position), calls)
-    return value
 
 
 class TilesInOrder:
@@ -87,7 +63,8 @@ class TilesInOrder:
 
     def count(self, i: int) -> int:
         """About how many equations one that is made in order becomes."""
-        e, tiles = self._flat.equations[i], len(self._tiles(i))
+        e = self._flat.equations[i]
+        tiles = len(self._tiles(e))
         if e.name == factors.LU:
             panels = len(self.panels(i))
             return panels * (panels + 1) // 2 + tiles**2
@@ -109,9 +86,8 @@ class TilesInOrder:
         value = yield (self._factor if e.name == factors.CHOLESKY else self._solved), i, at
         return (value,)
 
-    def _tiles(self, i: int) -> Sequence[tuple[int, int]]:
+    def _tiles(self, e: Equation) -> Sequence[tuple[int, int]]:
         """Where tiles along the columns of the matrix of an equation begin and end."""
-        e = self._flat.equations[i]
         return self._bounds(self._flat.operand_types(e)[0].shape[-1])
 
     # -- Cholesky factors and triangular systems ---------------------------------------
@@ -127,7 +103,7 @@ class TilesInOrder:
             key = factors.zeros, shape, t.dtype
             if key not in self._made:
                 self._made[key] = factors.zeros(dataclasses.replace(t, shape=shape))
-            return self._ours(self._made[key], (), e)
+            return self._builder.one(self._made[key], (), e.within)
         left = yield self._left, i, at, column
         if row == column:
             return self._done(factors.factorised, e, left)
@@ -161,8 +137,7 @@ class TilesInOrder:
 
     def _before(self, e: Equation, number: int) -> Sequence[int]:
         """Which tiles of what solves a system are needed for one of them."""
-        count = len(self._bounds(self._flat.operand_types(e)[0].shape[-1]))
-        return factors.solved_before(e, number, count)
+        return factors.solved_before(e, number, len(self._tiles(e)))
 
     def _given(self, e: Equation, along: Mapping[int, int]) -> Key:
         """What asks for a tile of what is factorised, or of the right side of a system."""
@@ -182,10 +157,11 @@ class TilesInOrder:
 
     def _panels(self, i: int) -> list[tuple[int, tuple[int, int]]]:
         """Panels: which tile has their columns, and where they begin and end."""
-        t = self._flat.operand_types(self._flat.equations[i])[0]
+        e = self._flat.equations[i]
+        t = self._flat.operand_types(e)[0]
         most = max(1, self._panel_bytes // (t.nbytes // t.shape[-1]))
         found = []
-        for tile, (begin, end) in enumerate(self._tiles(i)):
+        for tile, (begin, end) in enumerate(self._tiles(e)):
             count = -(-(end - begin) // most)
             for a, b in stacks.bounds(end - begin, -(-(end - begin) // count)):
                 found.append((tile, (begin + a, begin + b)))
@@ -209,7 +185,7 @@ class TilesInOrder:
             _, order, _ = yield self._decomposed, i, number - 1
         else:
             of_rows = factors.first_order(self._builder.types[left])
-            order = self._ours(of_rows, (), self._flat.equations[i])
+            order = self._builder.one(of_rows, (), self._calls(i))
         return self._of_panels(factors.decomposed, i, number, left, order)
 
     def _pivots(self, i: int) -> Making:
@@ -219,7 +195,7 @@ class TilesInOrder:
             _, order, each = yield self._decomposed, i, number
             pivots.append(each)
         dim = len(self._builder.types[pivots[0]].shape) - 1
-        return joined(self._builder, pivots, dim, self._flat.equations[i].within), order
+        return self._builder.joined(pivots, dim, self._calls(i)), order
 
     def _ordered(self, i: int, number: int) -> Making:
         """A panel with its rows in their order, in tiles."""
@@ -236,7 +212,7 @@ class TilesInOrder:
                 tiles = yield self._ordered, i, number
                 pieces.append(tiles[along[factors.ROW]])
         dim = len(self._builder.types[pieces[0]].shape) - 1
-        return joined(self._builder, pieces, dim, self._flat.equations[i].within)
+        return self._builder.joined(pieces, dim, self._calls(i))
 
     def _of_panels(
         self, make: Callable[..., Any], i: int, number: int | None, *operands: int
@@ -251,8 +227,8 @@ class TilesInOrder:
         if key not in self._made:
             of_position = tuple(p.type for p in position)
             self._made[key] = factors.of_panels(make, *of_position, *types)
-        calls = self._flat.equations[i].within
-        return self._builder.emit(self._made[key], (*position, *operands), calls, ours=True)
+        read = (*position, *operands)
+        return self._builder.emit(self._made[key], read, self._calls(i), ours=True)
 
     # ----------------------------------------------------------------------------------
 
@@ -262,11 +238,11 @@ class TilesInOrder:
         key = make, id(e.origin), types
         if key not in self._made:
             self._made[key] = make(e, *types)
-        return self._ours(self._made[key], tiles, e)
+        return self._builder.one(self._made[key], tiles, e.within)
 
-    def _ours(self, closed: Any, operands: Sequence[Atom], e: Equation) -> int:
-        (value,) = self._builder.ours(closed, operands, e.within)
-        return value
+    def _calls(self, i: int) -> tuple[Any, ...]:
+        """Those that an equation was inlined from."""
+        return self._flat.equations[i].within
 
 
 def _of_square(row: int, column: int) -> At:

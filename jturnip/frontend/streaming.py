@@ -328,9 +328,7 @@ class _Streamer:
             if key not in self._slices:
                 self._slices[key] = builder.value(t.rows(stop - start))
             return self._slices[key]
-        cutting = stacks.cutting(t, 0, stop - start)
-        (part,) = builder.ours(cutting, (whole, Constant.position(start, "uint32")), calls)
-        return part
+        return builder.part_of(whole, 0, (start, stop), calls)
 
     def _spread_rows(self, value: Spread, rows: int) -> int:
         if rows not in value.values:
@@ -557,10 +555,7 @@ class _Streamer:
             if cuts[wanted[0]][0] != start or cuts[wanted[-1]][1] != stop:
                 return None
             pieces = operand.parts[wanted[0] : wanted[-1] + 1]
-            taken = pieces[0]
-            if len(pieces) > 1:
-                types = tuple(self._builder.types[p] for p in pieces)
-                (taken,) = self._builder.ours(stacks.joining(types), pieces, e.calls)
+            taken = self._builder.joined(pieces, 0, e.calls)
         else:
             return None
         if aside:

@@ -66,6 +66,17 @@ def test_rules_are_those_of_an_einsum():
     assert labels(along, *[(2, 5)] * 3, (2, 5, 3)) == "i-,i-,i-,i-j->i-j"
 
 
+def test_complex_numbers_have_the_same_axes():
+    """Their sums begin with a complex constant, which MLIR gives as text only."""
+    of = lambda fn: labels(fn, (2, 3), dtype="complex64")
+    assert of(lambda x: x.sum(0)) == "ij->j|i"
+    assert of(lambda x: x.prod(1)) == "ij->i|j"
+    assert of(lambda x: x + jnp.zeros((2, 3), "complex64")) == "ij,ij->ij"
+    assert of(lambda x: x * np.asarray([1j, 2, 3], "complex64")) == "ij,-j->ij"
+    window = lambda x: lax.reduce_window(x, 0j, lax.add, (1, 2), (1, 1), "SAME")
+    assert of(window) == "i-->i-"
+
+
 def test_of_a_dimension_that_is_split_the_first_part_is_cut():
     assert labels(lambda x: x.reshape(4, 2, 8), (4, 16)) == "ij->ij-"
     assert labels(lambda x: x.reshape(8, 3), (4, 2, 3)) == "i-j->ij"
@@ -506,13 +517,16 @@ def test_what_is_between_may_stay_apart(
     expected = jax.tree.leaves(jax.jit(fn)(*args))
     largest = max(flat.types[v].nbytes for e in flat.equations for v in e.outputs)
     narrow = any(a.dtype == jnp.bfloat16 for a in expected)
+    # Gradients of a softmax subtract what is nearly the same: under `jax.jit` they are 23
+    # units away from what they are in 64 bits, and in parts up to 69.
+    ulps = 128 if name == "its gradients" else 64
     for share in (2, 6):
         where = blocks.Where(frozenset(flat.inputs))
         ways = blocks.cut_along_axes(flat, where, largest // share, RATES, COPY)
         for _, way in zip(
             range(3), (cut for each in ways for cut in each.cut), strict=False
         ):
-            assert_same(evaluated(way, *args), expected, ulps=16 if narrow else 64)
+            assert_same(evaluated(way, *args), expected, ulps=16 if narrow else ulps)
 
 
 @pytest.mark.long
@@ -770,6 +784,59 @@ def test_levels_of_a_table_in_host_memory_come_one_by_one(share: int):
     expected = jax.jit(levels_of_a_table)(*args)
     assert_same(f(*jturnip.host(args)), expected, ulps=64)  # sums in another order
     assert f.last_run.h2d_bytes <= 1.5 * table.nbytes
+
+
+@pytest.mark.parametrize("share", [4, 8])
+def test_an_image_of_several_coils_is_cut_along_these(share: int):
+    """As in parallel imaging: coils have images of their own, which are added up."""
+
+    def steps(k: Any, coils: Any, mask: Any) -> Any:
+        measured = lambda x: mask * jnp.fft.fft2(coils * x)
+        back = lambda y: jnp.sum(coils.conj() * jnp.fft.ifft2(mask * y), 0)
+        x = back(k)
+        for _ in range(2):
+            x = x - 0.1 * back(measured(x) - k)
+        return x
+
+    k, coils = lax.complex(*numbers(2, 16, 64, 64)), lax.complex(*numbers(2, 16, 64, 64))
+    args = k, coils, (numbers(64, 64) > 0).astype(np.float32)
+    gpu_bytes = unconstrained_peak(steps, *args) // share
+    f = jturnip.jit(steps, gpu_bytes)
+    assert_same(f(*jturnip.host(args)), jax.jit(steps)(*args))
+    assert f.last_run.peak_bytes <= gpu_bytes
+
+
+def test_columns_that_a_driven_loop_begins_with_are_read_from_host_memory():
+    """The array they are part of is larger than the budget; nothing else is to be cut."""
+
+    def powers(a: Any, x: Any) -> Any:
+        return lax.fori_loop(0, 3, lambda _, v: jnp.tanh(a @ v), x[:, 0])
+
+    args, gpu_bytes = (numbers(500, 500) / 30, numbers(500, 300)), 400_000
+    f = jturnip.jit(powers, gpu_bytes)
+    assert_same(f(*jturnip.host(args)), jax.jit(powers)(*args))
+    assert f.last_run.peak_bytes <= gpu_bytes
+
+
+def test_many_results_of_a_stretch_are_put_together_one_by_one():
+    """All rows of a running sum that are read later: each fits, all do not."""
+
+    def by_regression(z: Any) -> Any:
+        prices = jnp.exp(jnp.cumsum(z * 0.1, 0))
+        gain = jnp.maximum(1 - prices, 0)
+        paid = gain[-1]
+        for t in range(48, 0, -8):
+            x = prices[t]
+            a = jnp.stack([jnp.ones_like(x), x, x * x], 1)
+            there = a @ jnp.linalg.solve(a.T @ a + jnp.eye(3), a.T @ paid)
+            paid = jnp.where(gain[t] > there, gain[t], paid * 0.99)
+        return paid.mean()
+
+    z = numbers(50, 8192)
+    gpu_bytes = z.nbytes * 4 // 9
+    f = jturnip.jit(by_regression, gpu_bytes)
+    assert_same(f(jturnip.host(z)), jax.jit(by_regression)(z))
+    assert f.last_run.peak_bytes <= gpu_bytes
 
 
 def test_nothing_is_cut_where_all_is_small():

@@ -203,7 +203,9 @@ def cut_along_axes(
                 yield ways
             else:
                 rest.append(ways)
-    flat = sliced_on_host(flat, where.hosted)
+    whole, flat = flat, sliced_on_host(flat, where.hosted)
+    if flat is not whole and not keep and _fits(flat, arena, where):
+        yield Ways((flat,))
     large = large_for(arena, rates, seconds_per_byte)
     may_be_cut = _may_be_cut(flat, arena, where, known)
     forms = _forms(flat, arena, where, large, known, sofar) if may_be_cut else ()

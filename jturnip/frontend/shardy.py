@@ -194,9 +194,13 @@ def _shardys(op: Any) -> Any:
 
 
 def _is_splat(op: Any) -> bool:
+    """Whether an operation gives one number, as often as there are positions."""
     if op.name != "stablehlo.constant":
         return False
-    return ir.DenseElementsAttr(op.attributes["value"]).is_splat
+    try:
+        return ir.DenseElementsAttr(op.attributes["value"]).is_splat
+    except TypeError:  # complex numbers, which MLIR's bindings know as text only
+        return "dense<(" in op.get_asm(large_elements_limit=1)
 
 
 def _shape(value: Any) -> list[int]:

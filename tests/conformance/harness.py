@@ -23,6 +23,7 @@ from checks import assert_same, refused, unconstrained_peak
 import jturnip
 from jturnip.programs.records import Choice, Loop, Straight
 from jturnip.stages import Lowered, Traced
+from jturnip.units import padded
 
 from .registry import Case, Expected, Program, Script, Status
 
@@ -182,7 +183,7 @@ def _assert_same_place(got: jax.Array, want: jax.Array, roomy: bool, where: str)
 
 
 def _bytes(tree: Any) -> int:
-    return sum(getattr(leaf, "nbytes", 8) for leaf in jax.tree.leaves(tree))
+    return sum(padded(getattr(leaf, "nbytes", 8)) for leaf in jax.tree.leaves(tree))
 
 
 # -- programs that call jit themselves -------------------------------------------------

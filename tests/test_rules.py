@@ -490,3 +490,32 @@ def test_narrow_indices_find_their_rows_in_every_part(rows: int):
     checked = Checked()
     checked.function(fn, (table, indices))
     assert {"gather", "scatter-add"} <= checked._times.keys()
+
+
+@pytest.mark.parametrize("mode", ["clip", "fill", "promise_in_bounds"])
+def test_what_windows_have_all_of_is_cut_though_it_is_indexed(mode: str):
+    """As frames of a signal are: the index along all channels can only be 0, and what it
+    is otherwise is said by the mode, for parts as well."""
+    mode_of = lax.GatherScatterMode.from_any(mode)
+    places = [0] if mode == "promise_in_bounds" else [-1, 0, 2]
+    at = np.array([[row, start] for row in places for start in (0, 3, 7)], np.int32)
+    of_gather = lax.GatherDimensionNumbers((1, 2), (), (0, 1))
+    of_scatter = lax.ScatterDimensionNumbers((1, 2), (), (0, 1))
+
+    def frames(x: Any, at: Any) -> Any:
+        return lax.gather(x, at, of_gather, (4, 5), mode=mode_of)
+
+    def overlapping(x: Any, at: Any, frames: Any) -> Any:
+        return lax.scatter_add(x, at, frames, of_scatter, mode=mode_of)
+
+    x = random(4, 12)
+    checked = Checked()
+    checked.function(frames, (x, at))
+    checked.function(overlapping, (x, at, random(len(at), 4, 5)))
+    assert checked.labels == 4  # frames and channels of each
+    for fn, args in ((frames, (x, at)), (overlapping, (x, at, random(len(at), 4, 5)))):
+        flat = flat_of(fn, *args)
+        (rule,) = axes.rules(flat, parts.works, axes.Known())
+        assert rule is not None
+        assert rule.operands[0][0] is not None
+        assert rule.operands[0][0] in rule.results[0]

@@ -227,7 +227,8 @@ def _gather(e: Equation, operands: Sequence[Type], results: Sequence[Type]) -> R
     of_result = _windowed(results[0], numbers.offset_dims, indices, whole)
     labels: list[int | None] = [None] * len(operand.shape)
     for d in whole:
-        if sizes[d] == operand.shape[d] and d not in numbers.start_index_map:
+        # All of it can only begin at 0, whether it is indexed or not.
+        if sizes[d] == operand.shape[d]:
             labels[d] = _WINDOW + d
     reduced = []
     for d in numbers.collapsed_slice_dims:
@@ -256,8 +257,7 @@ def _scatter(e: Equation, operands: Sequence[Type], results: Sequence[Type]) -> 
     of_updates = _windowed(updates, numbers.update_window_dims, indices, whole)
     labels: list[int | None] = [None] * len(operand.shape)
     for d, at in zip(whole, numbers.update_window_dims, strict=True):
-        full = updates.shape[at] == operand.shape[d]
-        if full and d not in numbers.scatter_dims_to_operand_dims:
+        if updates.shape[at] == operand.shape[d]:
             labels[d] = _WINDOW + d
     for d in numbers.inserted_window_dims:
         if d in numbers.scatter_dims_to_operand_dims:

@@ -288,7 +288,7 @@ def _gathered(
         for size, was, now in zip(params["slice_sizes"], whole, part.shape, strict=True)
     ]
     dim, scale = along.operands[0] or (None, 0)
-    if dim not in numbers.start_index_map:
+    if dim not in {*numbers.collapsed_slice_dims}.intersection(numbers.start_index_map):
         (found,) = bind(e.origin, operands, slice_sizes=tuple(sizes))
         return found
     assert dim is not None
@@ -329,7 +329,8 @@ def _scattered(
     params, whole = e.origin.params, e.origin.invars[0].aval.shape
     numbers = params["dimension_numbers"]
     dim, scale = along.operands[0] or (None, 0)
-    if dim not in numbers.scatter_dims_to_operand_dims:
+    indexed = {*numbers.inserted_window_dims}
+    if dim not in indexed.intersection(numbers.scatter_dims_to_operand_dims):
         if along.result is None:  # it has some of the updates, and all of the operand
             none = nothing(COMBINED[e.name], Type(shape, part.dtype))
             part = lax.select(low == 0, part, _converted(none, part.dtype))

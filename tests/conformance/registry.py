@@ -101,7 +101,7 @@ class Program:
     ulps: int = 64
     # Also at half of what `jax.jit` needs, and with room for everything.
     thorough: bool = False
-    # In how much time it must be done: no program may hang.
+    # In how much time it must be done where nothing else runs: no program may hang.
     seconds: int = 60
     # What must be entered around all of it.
     context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext

@@ -83,6 +83,10 @@ _FEW_TASKS = 100
 # as long in blocks as over tasks, and to compare them was most of what their first results
 # took.
 _OF_COMPUTING = 0.37
+# What is cut so that less is written down gives no more than this share of the bytes: of a
+# projection of an image from many sides only what is put together was cut at first, two
+# equations of 140, and no other way was looked at after two that were no faster.
+_WRITE_LESS = 0.8
 # What goes in and comes out moves so many times if only borders of tiles move twice: of
 # nine fields of 192 rows, 1.5 times in a half, where other ways moved six times as much.
 _WITH_BORDERS = 1.6
@@ -122,7 +126,7 @@ def in_fastest_way(flat: FlatJaxpr, setting: Setting, to_host: Collection[int]) 
     uncut = _uncut_loops(flat, setting)
     splitting.refuse_alone(flat, setting, uncut)
     hopeless = functools.partial(splitting.are_in_the_way, flat, setting, uncut)
-    compared = _Compared(flat, make, how.any_plan, hopeless)
+    compared = _Compared(flat, make, how.any_plan, setting.rates, hopeless)
     if places.bytes_at_start(flat, setting.arguments) <= setting.arena:
         ways = functools.partial(_ways, flat, setting, compared.sofar)
         compared.look(ways())
@@ -172,12 +176,13 @@ def or_in_blocks(
     # in each iteration.
     most = math.inf if scans or how.repeated else len(flat.equations)
     same = len(made.flat.equations)  # as it is made already
+    less = math.inf if scans else _WRITE_LESS * _written_bytes(flat)
+
+    def is_worth_it(cut: FlatJaxpr) -> bool:
+        return same != len(cut.equations) <= most and _written_bytes(cut) <= less
+
     others = (
-        [
-            cut
-            for cut in ways.cut
-            if same != len(cut.equations) <= most and not ways.doubtful
-        ]
+        list(filter(is_worth_it, ways.cut)) if not ways.doubtful else []
         for ways in _ways(flat, setting, sofar)
         if not (ways.in_tiles or ways.in_grids)
     )
@@ -313,6 +318,8 @@ class _Compared:
     make: Callable[..., Straight]
     # Whether any plan will do.
     any_plan: bool
+    # What the device is expected to do.
+    rates: DeviceRates
     # Whether what was refused shows that no way is likely to fit.
     hopeless: Callable[[], bool] = lambda: False
     found: list[Straight] = field(default_factory=list)
@@ -331,8 +338,8 @@ class _Compared:
         return _fastest(self.found)
 
     def look(self, ways: Iterator[Ways], most: float = 0.0) -> None:
-        """Makes some of these until one moves little, or takes no more than so many
-        seconds, or enough is known."""
+        """Makes some of these until one moves and writes down little, or takes no more than
+        so many seconds, or enough is known."""
         self.new = new = []
         looked, since = 0, 0
         self.sofar.most_equations = _MOST_KEPT if self.gains else math.inf
@@ -353,12 +360,19 @@ class _Compared:
             # What is kept is waited for, or it is best not made anew; and what is in tiles
             # along all dimensions is waited for, or no other way is better.
             is_good = together.keeps or (together.in_grids and len(new) > before)
-            enough |= is_good and bool(new) and not waits(_fastest(new))
+            in_vain = lambda made: waits(made) or _writes_down_much(made, self.rates)
+            enough |= is_good and bool(new) and not in_vain(_fastest(new))
             if enough or any(
-                made.plan.predicted_seconds <= most or moves_little(made.plan, self.flat)
+                made.plan.predicted_seconds <= most or self._needs_little(made)
                 for made in new
             ):
                 break
+
+    def _needs_little(self, made: Straight) -> bool:
+        """Whether a plan moves little, and its tasks write little down for one another."""
+        return moves_little(made.plan, self.flat) and not _writes_down_much(
+            made, self.rates
+        )
 
     def look_to_keep(self, ways: Callable[..., Iterator[Ways]], link: Link) -> None:
         """Makes some in which what is made anew in those found is kept, if that may be
@@ -472,6 +486,11 @@ def _writes_down_much(made: Straight, expected: DeviceRates) -> bool:
     computing = sum(task.seconds for task in graph.tasks)
     is_much = crossing / expected.bytes_per_second > _OF_COMPUTING * computing
     return is_much and crossing > _MUCH * _bytes_of_ends(made.flat)
+
+
+def _written_bytes(flat: FlatJaxpr) -> int:
+    """What its equations give."""
+    return sum(flat.types[v].nbytes for e in flat.equations for v in e.outputs)
 
 
 def _crossing_bytes(graph: TaskGraph) -> int:

@@ -23,8 +23,9 @@ from jturnip.frontend.axes import Known, rules
 from jturnip.frontend.choosing import Room, Search, Where as Where, cut_once
 from jturnip.frontend.costs import WRITTEN, DeviceRates
 from jturnip.frontend.effort import Effort, Sofar
-from jturnip.frontend.factors import IN_ORDER, has_factors, of_panel, rule_in_order
-from jturnip.frontend.grids import in_grids
+from jturnip.frontend.factors import of_panel
+from jturnip.frontend.grids import OF_ONE, in_grids
+from jturnip.frontend.in_order import IN_ORDER, has_in_order, rule_in_order
 from jturnip.frontend.materializing import Again
 from jturnip.frontend.repeats import repeated
 from jturnip.frontend.rules import Rule
@@ -85,8 +86,6 @@ _SHARES_APART = (0.5, 0.125)
 # moved are tasks of their own.
 _LARGE = 1 / 2
 _CHEAPER = 32
-# A matrix that takes one over so much of the budget is factorised in tiles.
-_OF_FACTOR = 6
 # One in tiles along all axes is tried after so many ways that do not fit, and before one of
 # more tasks than so many, if it has fewer.
 _DO_NOT_FIT = 4
@@ -216,7 +215,7 @@ def cut_along_axes(
         yield from others
         return
     grids = _ways_in_grids(flat, where, arena, known, effort)
-    if has_factors(flat, arena // _OF_FACTOR) and not sofar.fits:
+    if has_in_order(flat, arena // OF_ONE) and not sofar.fits:
         for ways in grids:
             yield ways
             if sofar.fits:

@@ -18,7 +18,6 @@ XLA does each at once, of the whole matrix.
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -26,34 +25,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jturnip.frontend.rules import Rule
+from jturnip.frontend.rules import InOrder
 from jturnip.frontend.values import Equation, FlatJaxpr, Type
 
 
 CHOLESKY, LU = "cholesky", "lu"
 # How the names of what is done with panels begin.
 _OF_PANELS = "lu_panel_"
-# What is made of tiles that are made before.
-IN_ORDER = frozenset([CHOLESKY, LU, "triangular_solve"])
+FACTORS = frozenset([CHOLESKY, LU, "triangular_solve"])
 # Labels: of a matrix that is factorised; and of the right side of a system, along what is
 # solved one after the other and along what is not.
 ROW, COLUMN, FREE = 0, 1, 2
 
 
-@dataclass(frozen=True, slots=True)
-class InOrder(Rule):
-    """Labels of what is made of tiles that are made before."""
-
-
-def has_factors(flat: FlatJaxpr, least: int) -> bool:
-    """Whether matrices of more than so many bytes, each, are factorised, or solved with."""
-    return any(
-        e.name in IN_ORDER and _matrix_bytes(flat.operand_types(e)[0]) > least
-        for e in flat.equations
-    )
-
-
-def _matrix_bytes(t: Type) -> int:
+def matrix_bytes(t: Type) -> int:
+    """Bytes of one of the matrices that a value is."""
     return math.prod(t.shape[-2:]) * t.dtype.itemsize
 
 

@@ -17,7 +17,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jturnip.frontend import factors, parts, stacks
+from jturnip.frontend import factors, parts, sorting, stacks
 from jturnip.frontend.axes import Known, rules
 from jturnip.frontend.builder import Builder
 from jturnip.frontend.choosing import Where
@@ -29,10 +29,13 @@ from jturnip.frontend.in_order import (
     Tile,
     TilesInOrder,
     at_of,
+    is_made_in_order,
+    most_sorted,
+    rule_in_order,
     tile_of,
 )
 from jturnip.frontend.results import live
-from jturnip.frontend.rules import SAME, Along, Rule, without_halos
+from jturnip.frontend.rules import SAME, Along, InOrder, Rule, without_halos
 from jturnip.frontend.values import (
     Atom,
     Constant,
@@ -50,6 +53,12 @@ from jturnip.frontend.values import (
 # What there is over a tile: a task has four, and the next one's are on their way. And what
 # there is over a panel of an LU decomposition: a task has three.
 _TILES = ((16, 4), (32, 6), (100, 8))
+# Of what is sorted together, a task has two tiles, and gives as many. Comparisons grow
+# faster than tiles: few come first.
+_OF_SORTED = (6, 9)
+# What takes one over so much of the budget, a matrix that is factorised or a row that is
+# sorted, is made in order.
+OF_ONE = 6
 # So many times fewer or more tiles along a dimension may there be, if all are of one size
 # then; else their sides are a multiple of what a vector holds.
 _FEWER, _MORE = 0.8, 1.6
@@ -74,7 +83,9 @@ def in_grids(
     """
     of_equation = rules(flat, parts.works, known)
     seen: list[Any] = []
-    for of_tile, of_panel in _TILES:
+    sorted_together = most_sorted(flat, arena // OF_ONE)
+    few = tuple((k * sorted_together, 4) for k in _OF_SORTED) if sorted_together else ()
+    for of_tile, of_panel in (*few, *_TILES):
         grids = _Grids(flat, where, of_equation, arena, arena // of_tile, arena // of_panel)
         if grids.counts and grids.counts not in seen:
             seen.append(grids.counts)
@@ -126,7 +137,8 @@ class _Grids:
         self._builder = Builder.of(dataclasses.replace(flat, equations=()))
         self._slices = {s.value: s for s in flat.slices}
         self._writer = {v: i for i, e in enumerate(flat.equations) for v in e.outputs}
-        self._bounds = functools.cache(functools.partial(_bounds, self.side))
+        self._sides = _sides(flat, self.side, tile_bytes)
+        self._bounds = functools.cache(lambda n: _bounds(self._side_of(n), n))
         self._cuts = [
             self._cut(e, rule) if self.side else None
             for e, rule in zip(flat.equations, of_equation, strict=True)
@@ -159,7 +171,7 @@ class _Grids:
     def _lus(self) -> Iterator[int]:
         """LU decompositions that are made in panels."""
         for i, (e, cut) in enumerate(zip(self._flat.equations, self._cuts, strict=True)):
-            if e.name == factors.LU and cut and isinstance(cut.rule, factors.InOrder):
+            if e.name == factors.LU and cut and isinstance(cut.rule, InOrder):
                 yield i
 
     def result(self) -> FlatJaxpr | None:
@@ -182,7 +194,7 @@ class _Grids:
         cut = self._cuts[i]
         if cut is None:
             return 1
-        if isinstance(cut.rule, factors.InOrder):
+        if isinstance(cut.rule, InOrder):
             return self._in_order.count(i)
         return math.prod(len(self._bounds(n)) for n in cut.lengths.values())
 
@@ -208,18 +220,18 @@ class _Grids:
         large = any(t.nbytes > self._least for t in (*types, *results))
         if not large or e.effects or e.origin.effects or e.driven:
             return None
-        if e.name in factors.IN_ORDER and types[0].shape[-1] > self.side:
-            rule = factors.rule_in_order(e, types) or without_halos(rule)
-        else:
-            rule = without_halos(rule)
+        rule = without_halos(rule)
+        if is_made_in_order(e, types, self.side, self._arena // OF_ONE):
+            rule = rule_in_order(e, types) or rule
         if rule is None:
             return None
         sides = [
             *zip(types, rule.operands, strict=True),
             *zip(results, rule.results, strict=True),
         ]
-        lengths = {x: n for x, n in _lengths(sides).items() if n > self.side}
-        if not isinstance(rule, factors.InOrder):
+        lengths = _lengths(sides)
+        lengths = {x: n for x, n in lengths.items() if n > self._side_of(n)}
+        if not isinstance(rule, InOrder):
             lengths = self._done_together(e, rule, types, lengths)
         return _Cut(rule, lengths) if lengths else None
 
@@ -248,7 +260,11 @@ class _Grids:
         try:
             return self._bounds(n)[0][1]
         except _CannotBe:
-            return self.side
+            return self._side_of(n)
+
+    def _side_of(self, n: int) -> int:
+        """How long tiles are about along dimensions of `n` positions."""
+        return self._sides.get(n, self.side)
 
     def _tiles(self, t: Type, dims: frozenset[int]) -> Iterator[Tile]:
         """All tiles of a value that is cut along some dimensions."""
@@ -378,7 +394,7 @@ class _Grids:
                 operands.append(value)
             self._builder.equations.append(dataclasses.replace(e, inputs=tuple(operands)))
             return e.outputs
-        if isinstance(cut.rule, factors.InOrder):
+        if isinstance(cut.rule, InOrder):
             results = yield from self._in_order.results(i, at)
             return results
         if cut.reduced:
@@ -443,6 +459,19 @@ class _Grids:
         begin, _ = self._bounds(cut.lengths[label])[along[label]]
         position = Constant.position(begin)
         return self._builder.ours(self._jaxprs[key], (position, *operands), e.within)
+
+
+def _sides(flat: FlatJaxpr, side: int, tile_bytes: int) -> dict[int, int]:
+    """How long tiles of so many bytes may be along dimensions of so many positions, where
+    others are cut into sides: longer where all that have such a dimension are narrow."""
+    found: dict[int, int] = {}
+    large = {(t.shape, t.dtype.itemsize) for t in flat.types if t.nbytes > tile_bytes}
+    for shape, itemsize in large:
+        for d, n in enumerate(shape):
+            others = (min(m, side) for k, m in enumerate(shape) if k != d)
+            long = tile_bytes // (itemsize * max(1, math.prod(others)))
+            found[n] = min(found.get(n, long), long)
+    return {n: max(side, long) for n, long in found.items()}
 
 
 def _bounds(side: int, n: int) -> list[tuple[int, int]]:

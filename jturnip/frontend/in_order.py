@@ -1,6 +1,8 @@
-"""Tiles of what is made in order: of factors, and of what solves triangular systems.
+"""Tiles of what is made in order: of factors, of what solves triangular systems, and of
+rows that are sorted.
 
-Which tile is made of which others, and how, is `factors.py`; here they are asked for.
+Which tile is made of which others, and how, is `factors.py` and `sorting.py`; here they are
+asked for.
 """
 
 import dataclasses
@@ -8,9 +10,14 @@ import functools
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from jturnip.frontend import factors, stacks
+from jturnip.frontend import factors, sorting, stacks
 from jturnip.frontend.builder import Builder
-from jturnip.frontend.values import Constant, Equation, FlatJaxpr
+from jturnip.frontend.rules import InOrder
+from jturnip.frontend.values import Constant, Equation, FlatJaxpr, Type
+
+
+# What is made of tiles that are made before.
+IN_ORDER = factors.FACTORS.union([sorting.SORT])
 
 
 # Which tile along each dimension; None for all positions.
@@ -31,8 +38,48 @@ def tile_of(labels: Sequence[int | None], along: Mapping[int, int]) -> Tile:
     return tuple(None if x is None else along.get(x) for x in labels)
 
 
+def has_in_order(flat: FlatJaxpr, least: int) -> bool:
+    """Whether something of more than so many bytes is made in order: a matrix that is
+    factorised, or solved with, or a row that is sorted."""
+    return any(_bytes_at_once(e, flat.operand_types(e)) > least for e in flat.equations)
+
+
+def most_sorted(flat: FlatJaxpr, least: int) -> int:
+    """How many values are sorted together, where rows have more than so many bytes."""
+    return max(
+        (
+            sorting.several(e, flat)
+            for e in flat.equations
+            if e.name == sorting.SORT and _bytes_at_once(e, flat.operand_types(e)) > least
+        ),
+        default=0,
+    )
+
+
+def rule_in_order(e: Equation, types: Sequence[Type]) -> InOrder | None:
+    """The labels of what is made in order, of operands of these types; None for what is
+    not."""
+    if e.name == sorting.SORT:
+        return sorting.rule_in_order(types)
+    return factors.rule_in_order(e, types) if e.name in factors.FACTORS else None
+
+
+def is_made_in_order(e: Equation, types: Sequence[Type], side: int, least: int) -> bool:
+    """Whether an equation is made so: of a matrix with longer sides, or of rows of more
+    bytes."""
+    if e.name == sorting.SORT:
+        return _bytes_at_once(e, types) > least
+    return e.name in factors.FACTORS and types[0].shape[-1] > side
+
+
+def _bytes_at_once(e: Equation, types: Sequence[Type]) -> int:
+    if e.name == sorting.SORT:
+        return sorting.row_bytes(e, types)
+    return factors.matrix_bytes(types[0]) if e.name in factors.FACTORS else 0
+
+
 class TilesInOrder:
-    """Makes tiles of factors and of what solves systems.
+    """Makes tiles of factors, of what solves systems, and of sorted rows.
 
     Args:
       flat: the function.
@@ -65,6 +112,9 @@ class TilesInOrder:
         """About how many equations one that is made in order becomes."""
         e = self._flat.equations[i]
         tiles = len(self._tiles(e))
+        if e.name == sorting.SORT:
+            of_pair = 4 * sorting.several(e, self._flat)  # joined, sorted, cut in two
+            return of_pair * len(sorting.network(tiles))
         if e.name == factors.LU:
             panels = len(self.panels(i))
             return panels * (panels + 1) // 2 + tiles**2
@@ -83,12 +133,17 @@ class TilesInOrder:
         if e.name == factors.LU:
             value = yield self._tile_of_panels, i, at
             return value, None, None
+        if e.name == sorting.SORT:
+            values = yield self._sorted, i, at
+            return values
         value = yield (self._factor if e.name == factors.CHOLESKY else self._solved), i, at
         return (value,)
 
     def _tiles(self, e: Equation) -> Sequence[tuple[int, int]]:
-        """Where tiles along the columns of the matrix of an equation begin and end."""
-        return self._bounds(self._flat.operand_types(e)[0].shape[-1])
+        """Where tiles along the columns of the matrix of an equation, or along what it
+        sorts, begin and end."""
+        dim = e.origin.params["dimension"] if e.name == sorting.SORT else -1
+        return self._bounds(self._flat.operand_types(e)[0].shape[dim])
 
     # -- Cholesky factors and triangular systems ---------------------------------------
 
@@ -152,6 +207,60 @@ class TilesInOrder:
         assert isinstance(v, int)
         several = (None for _ in self._flat.types[v].shape[:-2])
         return self._tile, v, (*several, row, column)
+
+    # -- sorted rows ---------------------------------------------------------------------
+
+    def _sorted(self, i: int, at: At) -> Making:
+        """A tile of what is sorted."""
+        e, along = self._flat.equations[i], dict(at)
+        tile = along.pop(e.origin.params["dimension"])
+        found = yield from self._so_far(i, at_of(along), tile, None)
+        return found[: len(e.outputs)]
+
+    def _so_far(self, i: int, at: At, tile: int, before: int | None) -> Making:
+        """What a tile of some rows is before a comparison, or after all."""
+        pairs = sorting.network(len(self._tiles(self._flat.equations[i])))
+        last = sorting.last_of(tile, pairs[:before])
+        if last is None:
+            found = yield self._unsorted, i, at, tile
+        else:
+            sides = yield self._compared, i, at, last
+            found = sides[pairs[last].index(tile)]
+        return found
+
+    def _compared(self, i: int, at: At, number: int) -> Making:
+        """The two tiles of a comparison after it."""
+        e = self._flat.equations[i]
+        pair = sorting.network(len(self._tiles(e)))[number]
+        operands: list[int] = []
+        for tile in pair:
+            of_tile = yield from self._so_far(i, at, tile, number)
+            operands += of_tile
+        types = tuple(self._builder.types[v] for v in operands)
+        key = sorting.compared, id(e.origin), types
+        if key not in self._made:
+            number = sorting.position_of(e, self._flat)
+            self._made[key] = sorting.compared(e, number, *types)
+        values = self._builder.ours(self._made[key], operands, e.within)
+        half = len(values) // 2
+        return values[:half], values[half:]
+
+    def _unsorted(self, i: int, at: At, tile: int) -> Making:
+        """A tile of what is to be sorted, and its positions if these are needed."""
+        e = self._flat.equations[i]
+        dim = e.origin.params["dimension"]
+        labels = range(len(self._flat.operand_types(e)[0].shape))
+        of_tile, found = tile_of(labels, {**dict(at), dim: tile}), []
+        for v in e.inputs:
+            assert isinstance(v, int)
+            value = yield self._tile, v, of_tile
+            found.append(value)
+        if sorting.several(e, self._flat) > len(found):
+            t, begin = self._builder.types[found[0]], self._tiles(e)[tile][0]
+            position = Constant.position(begin)
+            numbers = sorting.positions(t, dim, position.type)
+            found.append(self._builder.one(numbers, (position,), e.within))
+        return found
 
     # -- LU decompositions -------------------------------------------------------------
 

@@ -77,6 +77,11 @@ class Rule:
     halos: Mapping[int, Halo] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class InOrder(Rule):
+    """Labels of what is made of tiles that are made before."""
+
+
 def without(rule: Rule, bad: Collection[int]) -> Rule | None:
     """A rule without some labels; None where none are left."""
     kept = lambda each: tuple(None if x in bad else x for x in each)

@@ -26,7 +26,7 @@ import numpy as np
 from jax import lax
 
 from jturnip.frontend.rules import InOrder
-from jturnip.frontend.values import Equation, FlatJaxpr, Type
+from jturnip.frontend.values import Equation, Type
 
 
 CHOLESKY, LU = "cholesky", "lu"

@@ -17,7 +17,10 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jturnip.frontend import factors, parts, sorting, stacks
+import jax
+from jax import lax
+
+from jturnip.frontend import factors, parts, stacks
 from jturnip.frontend.axes import Known, rules
 from jturnip.frontend.builder import Builder
 from jturnip.frontend.choosing import Where
@@ -66,6 +69,8 @@ _ALIGNED = 16
 # More tiles along a dimension than so many, and more equations, take long to plan.
 _MOST_TILES = 64
 _MOST_EQUATIONS = 20_000
+# What only takes positions of its operands, or puts them together.
+_VIEWS = frozenset("slice concatenate reshape rev".split())
 # What is done along one dimension only, whatever else could be cut.
 _ALONG_ONE = frozenset("ragged_dot_general conv_general_dilated sort".split())
 
@@ -115,6 +120,12 @@ class _Cut:
     def reduced(self) -> list[int]:
         """The labels along which what the parts give is combined."""
         return [x for x in self.lengths if x in self.rule.reduced]
+
+
+@dataclass(frozen=True, slots=True)
+class _View(_Cut):
+    """How an equation is done that only takes positions of its operands, or puts them
+    together: each tile of its result is made of windows of these."""
 
 
 class _Grids:
@@ -220,20 +231,41 @@ class _Grids:
         large = any(t.nbytes > self._least for t in (*types, *results))
         if not large or e.effects or e.origin.effects or e.driven:
             return None
+        if e.name in _VIEWS and e.name != "reshape":
+            return self._view(e, types, results[0])
         rule = without_halos(rule)
         if is_made_in_order(e, types, self.side, self._arena // OF_ONE):
             rule = rule_in_order(e, types) or rule
-        if rule is None:
+        lengths = {}
+        if rule is not None:
+            lengths = _lengths(
+                [
+                    *zip(types, rule.operands, strict=True),
+                    *zip(results, rule.results, strict=True),
+                ]
+            )
+            lengths = {x: n for x, n in lengths.items() if n > self._side_of(n)}
+            if not isinstance(rule, InOrder):
+                lengths = self._done_together(e, rule, types, lengths)
+        if rule is not None and lengths:
+            return _Cut(rule, lengths)
+        return self._view(e, types, results[0]) if e.name == "reshape" else None
+
+    def _view(self, e: Equation, types: Sequence[Type], result: Type) -> _View | None:
+        """How an equation is done by windows of its operands, if it can be."""
+        if any(isinstance(v, Constant) for v in e.inputs):
             return None
-        sides = [
-            *zip(types, rule.operands, strict=True),
-            *zip(results, rule.results, strict=True),
-        ]
-        lengths = _lengths(sides)
-        lengths = {x: n for x, n in lengths.items() if n > self._side_of(n)}
-        if not isinstance(rule, InOrder):
-            lengths = self._done_together(e, rule, types, lengths)
-        return _Cut(rule, lengths) if lengths else None
+        if e.name == "slice" and any(x != 1 for x in e.origin.params["strides"] or ()):
+            return None
+        dims = {d: n for d, n in enumerate(result.shape) if n > self._side_of(n)}
+        if e.name == "reshape":  # what is next to one another stays so
+            first = _first_long(result)
+            dims = {d: n for d, n in dims.items() if d == first}
+        if not dims and e.name != "slice":
+            return None
+        labels = tuple(range(len(result.shape)))
+        whole = tuple((None,) * len(t.shape) for t in types)
+        return _View(Rule(whole, (labels,)), dims)
 
     def _done_together(
         self, e: Equation, rule: Rule, types: Sequence[Type], lengths: Mapping[int, int]
@@ -397,11 +429,108 @@ class _Grids:
         if isinstance(cut.rule, InOrder):
             results = yield from self._in_order.results(i, at)
             return results
+        if isinstance(cut, _View):
+            value = yield from self._viewed(i, at)
+            return (value,)
         if cut.reduced:
             value = yield self._sum, i, at, len(self._combinations(i)) - 1
             return (value,)
         results = yield from self._applied(i, dict(at))
         return results
+
+    # -- windows ----------------------------------------------------------------------
+
+    def _viewed(self, i: int, at: At) -> Making:
+        """A tile of what takes positions of its operands, or puts them together."""
+        e = self._flat.equations[i]
+        t = self._type(e.outputs[0])
+        window = self._window(t, tile_of(range(len(t.shape)), dict(at)))
+        if e.name == "reshape":
+            value = yield from self._in_another_shape(e, t, window)
+            return value
+        bounds, operands = window.bounds, [v for v in e.inputs if isinstance(v, int)]
+        if e.name == "slice":
+            starts = e.origin.params["start_indices"]
+            moved = ((a + k, b + k) for (a, b), k in zip(bounds, starts, strict=True))
+            value = yield self._within, operands[0], Window(tuple(moved))
+            return value
+        if e.name == "rev":
+            dims = e.origin.params["dimensions"]
+            ends = zip(bounds, t.shape, strict=True)
+            turned = (
+                (n - b, n - a) if d in dims else (a, b)
+                for d, ((a, b), n) in enumerate(ends)
+            )
+            piece = yield self._within, operands[0], Window(tuple(turned))
+            closed = jax.make_jaxpr(lambda x: lax.rev(x, dims))(
+                self._builder.types[piece].struct()
+            )
+            return self._builder.one(closed, (piece,), e.within)
+        dim, begin, pieces = e.origin.params["dimension"], 0, []
+        for v in operands:
+            past = begin + self._type(v).shape[dim]
+            first, end = max(begin, bounds[dim][0]), min(past, bounds[dim][1])
+            if first < end:
+                inside = list(bounds)
+                inside[dim] = first - begin, end - begin
+                piece = yield self._within, v, Window(tuple(inside))
+                pieces.append(piece)
+            begin = past
+        return self._builder.joined(pieces, dim, e.within)
+
+    def _in_another_shape(self, e: Equation, t: Type, window: Window) -> Making:
+        """Some rows of a result, from the rows of the operand that have their numbers."""
+        (v,) = e.inputs
+        assert isinstance(v, int)
+        given = self._type(v)
+        dim, first = _first_long(given), _first_long(t)
+        of_row, of_result = (
+            math.prod(each.shape) // each.shape[d] for each, d in ((given, dim), (t, first))
+        )
+        begin, end = (k * of_result for k in window.bounds[first])
+        rows = begin // of_row, -(-end // of_row)
+        piece = yield self._within, v, Window.of(given.shape).part(dim, *rows)
+        shape = tuple(b - a for a, b in window.bounds)
+        before = begin - rows[0] * of_row
+
+        def function(x: Any) -> Any:
+            flat = lax.slice_in_dim(x.reshape(-1), before, before + end - begin)
+            return flat.reshape(shape)
+
+        closed = jax.make_jaxpr(function)(self._builder.types[piece].struct())
+        return self._builder.one(closed, (piece,), e.within)
+
+    def _within(self, v: int, window: Window) -> Making:
+        """Some positions of a value, of the tiles that have them."""
+        if self._is_there(v):
+            return self._read_there(v, window)
+        t, dims = self._type(v), self._dims.get(v, frozenset())
+        value = yield from self._along(v, t, dims, window, ())
+        return value
+
+    def _along(
+        self, v: int, t: Type, dims: frozenset[int], window: Window, tile: Tile
+    ) -> Making:
+        """The same, with the tile known along the first dimensions."""
+        dim = len(tile)
+        if dim == len(t.shape):
+            piece = yield self._tile, v, tile
+            return piece
+        begin, end = window.bounds[dim]
+        bounds = self._bounds(t.shape[dim]) if dim in dims else [(0, t.shape[dim])]
+        pieces = []
+        for k, (first, past) in enumerate(bounds):
+            low, high = max(begin, first), min(end, past)
+            if low < high:
+                at = k if dim in dims else None
+                piece = yield from self._along(v, t, dims, window, (*tile, at))
+                if (low, high) != (first, past):
+                    inside = low - first, high - first
+                    piece = self._builder.part_of(piece, dim, inside, self._calls(v))
+                pieces.append(piece)
+        return self._builder.joined(pieces, dim, self._calls(v))
+
+    # -- reductions -------------------------------------------------------------------
 
     def _combinations(self, i: int) -> list[tuple[int, ...]]:
         """Which tiles of an equation are combined, along each reduced label."""
@@ -514,6 +643,11 @@ def _first_label(e: Equation, cut: _Cut) -> int:
         if label in cut.lengths:
             return label
     return next(iter(cut.reduced or cut.lengths))
+
+
+def _first_long(t: Type) -> int:
+    """The first dimension of more than one position."""
+    return next((d for d, n in enumerate(t.shape) if n > 1), 0)
 
 
 def _all(t: Type) -> Tile:

@@ -239,8 +239,8 @@ class TilesInOrder:
         types = tuple(self._builder.types[v] for v in operands)
         key = sorting.compared, id(e.origin), types
         if key not in self._made:
-            number = sorting.position_of(e, self._flat)
-            self._made[key] = sorting.compared(e, number, *types)
+            position = sorting.position_of(e, self._flat)
+            self._made[key] = sorting.compared(e, position, *types)
         values = self._builder.ours(self._made[key], operands, e.within)
         half = len(values) // 2
         return values[:half], values[half:]
@@ -250,7 +250,8 @@ class TilesInOrder:
         e = self._flat.equations[i]
         dim = e.origin.params["dimension"]
         labels = range(len(self._flat.operand_types(e)[0].shape))
-        of_tile, found = tile_of(labels, {**dict(at), dim: tile}), []
+        of_tile = tile_of(labels, {**dict(at), dim: tile})
+        found: list[int] = []
         for v in e.inputs:
             assert isinstance(v, int)
             value = yield self._tile, v, of_tile

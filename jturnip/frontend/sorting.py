@@ -94,21 +94,21 @@ def positions(t: Type, dim: int, begin: Type) -> Any:
     return jax.make_jaxpr(function)(begin.struct())
 
 
-def compared(e: Equation, number: int | None, *types: Type) -> Any:
+def compared(e: Equation, position: int | None, *types: Type) -> Any:
     """The smaller and the larger of what two tiles are, as a jaxpr of these.
 
     Args:
       e: the sort.
-      number: which operand tells the positions (`position_of`).
+      position: which operand tells the positions (`position_of`).
       *types: of the operands of one tile, and of the same of the other.
     """
     dim, keys = e.origin.params["dimension"], e.origin.params["num_keys"]
     half = len(types) // 2
     middle = types[0].shape[dim]
     order = list(range(half))
-    if number is not None:
-        order.remove(number)
-        order.insert(keys, number)
+    if position is not None:
+        order.remove(position)
+        order.insert(keys, position)
         keys += 1
 
     def function(*operands: Any) -> Any:

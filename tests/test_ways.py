@@ -461,9 +461,11 @@ def test_the_first_that_moves_little_will_do():
 
 def test_others_are_looked_at_where_tasks_write_down_much_for_one_another():
     """A projection of an image from many sides took eight times as long over 51 tasks."""
-    task = types.SimpleNamespace(seconds=1.0, bytes_accessed=0, inputs=(0,), outputs=(0,))
+    task = types.SimpleNamespace(
+        seconds=1.0, bytes_accessed=0, inputs=(0,) * 10**6, outputs=()
+    )
     some = compared(LITTLE, tasks=[task])
-    some.rates = dataclasses.replace(some.rates, bytes_per_second=100)
+    some.rates = dataclasses.replace(some.rates, bytes_per_second=1e8)
     some.look(iter(ways_of(30, 7, 8)))
     assert lengths(some) == [30, 7, 8]
 

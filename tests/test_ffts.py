@@ -1,4 +1,4 @@
-"""Fourier transforms over several dimensions, one dimension after the other."""
+"""Fourier transforms over several dimensions, one after the other; those of long rows."""
 
 from collections.abc import Callable
 from typing import Any
@@ -65,6 +65,48 @@ def test_what_is_not_too_large_is_left_as_it_is(fn: Callable[..., Any], x: jax.A
     ]
     assert counts == [1, 1, 2]
     assert [e.name for e in flat_of(fn, x).equations].count("fft") == 1
+
+
+@pytest.mark.parametrize("n", [64, 720, 2 * 3 * 5 * 7 * 11 * 13, 8 * 997, 1 << 16])
+@pytest.mark.parametrize("fn", [jnp.fft.fft, jnp.fft.ifft, jnp.fft.rfft])
+def test_a_long_row_is_several(fn: Callable[..., Any], n: int):
+    """As exact as XLA's: both are a few roundings away from what it is in 64 bits."""
+    x = real(2, n) if fn is jnp.fft.rfft else array(2, n)
+    flat = flatten(jax.jit(fn).trace(x).jaxpr, (), seen=Seen(largest_fft=4 * n))
+    lengths = [e.origin.params["fft_lengths"] for e in flat.equations if e.name == "fft"]
+    assert len(lengths) == 2
+    assert lengths[0][0] * lengths[1][0] == n
+    (found,) = evaluated(flat, x)
+    wide = np.float64 if fn is jnp.fft.rfft else np.complex128
+    exact = getattr(np.fft, fn.__name__)(np.asarray(x, wide))
+    tolerance = 4 * float(np.finfo(np.float32).eps) * float(np.max(np.abs(exact)))
+    np.testing.assert_allclose(found, exact, rtol=0, atol=tolerance)
+
+
+def test_rows_that_are_not_several_are_left():
+    """Prime ones, and those that are given back as real numbers."""
+    for fn, x in ((jnp.fft.fft, array(2, 1009)), (jnp.fft.irfft, array(2, 513))):
+        flat = flatten(jax.jit(fn).trace(x).jaxpr, (), seen=Seen(largest_fft=0))
+        assert [e.name for e in flat.equations].count("fft") == 1
+
+
+def smoothed(x: Any) -> Any:
+    return jnp.fft.ifft(jnp.fft.fft(x) * jnp.exp(-jnp.arange(x.size) / 1e3))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("share", [0.5, 0.25])
+@pytest.mark.parametrize("fn", [jnp.fft.fft, smoothed])
+def test_a_transform_of_one_long_row(fn: Callable[..., Any], share: float):
+    """It was refused."""
+    x = array(60_000)
+    gpu_bytes = int(share * unconstrained_peak(fn, x))
+    f = jturnip.jit(fn, gpu_bytes)
+    found = f(jturnip.host(x))
+    assert f.last_run.peak_bytes <= gpu_bytes
+    expected = jax.jit(fn)(x)
+    tolerance = 16 * float(np.finfo(np.float32).eps) * float(jnp.max(jnp.abs(expected)))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance)
 
 
 def filtered(x: Any) -> Any:

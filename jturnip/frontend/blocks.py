@@ -26,6 +26,7 @@ from jturnip.frontend.effort import Effort, Sofar
 from jturnip.frontend.factors import of_panel
 from jturnip.frontend.grids import OF_ONE, in_grids
 from jturnip.frontend.in_order import IN_ORDER, has_in_order, rule_in_order
+from jturnip.frontend.largest import largest_as_blocks
 from jturnip.frontend.materializing import Again
 from jturnip.frontend.repeats import repeated
 from jturnip.frontend.rules import Rule
@@ -226,7 +227,8 @@ def cut_along_axes(
 
 def _as_blocks(flat: FlatJaxpr, arena: int) -> FlatJaxpr:
     """The function with what is done along all of a row or a column done by blocks."""
-    return tall_as_blocks(rows_as_blocks(flat, arena), arena)
+    flat = largest_as_blocks(rows_as_blocks(flat, arena), arena)
+    return tall_as_blocks(flat, arena)
 
 
 def _along_axes(

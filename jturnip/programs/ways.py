@@ -83,6 +83,9 @@ _FEW_TASKS = 100
 # as long in blocks as over tasks, and to compare them was most of what their first results
 # took.
 _OF_COMPUTING = 0.37
+# The first way will not do where that takes as long as what they do: a projection of an
+# image from many sides took four times as long over 51 tasks as in blocks.
+_ALL_COMPUTING = 1.0
 # What is cut so that less is written down gives no more than this share of the bytes: of a
 # projection of an image from many sides only what is put together was cut at first, two
 # equations of 140, and no other way was looked at after two that were no faster.
@@ -360,8 +363,7 @@ class _Compared:
             # What is kept is waited for, or it is best not made anew; and what is in tiles
             # along all dimensions is waited for, or no other way is better.
             is_good = together.keeps or (together.in_grids and len(new) > before)
-            in_vain = lambda made: waits(made) or _writes_down_much(made, self.rates)
-            enough |= is_good and bool(new) and not in_vain(_fastest(new))
+            enough |= is_good and bool(new) and not self._is_slow(_fastest(new))
             if enough or any(
                 made.plan.predicted_seconds <= most or self._needs_little(made)
                 for made in new
@@ -369,10 +371,14 @@ class _Compared:
                 break
 
     def _needs_little(self, made: Straight) -> bool:
-        """Whether a plan moves little, and its tasks write little down for one another."""
-        return moves_little(made.plan, self.flat) and not _writes_down_much(
-            made, self.rates
-        )
+        """Whether a plan moves little, and its tasks do more than write down much."""
+        return moves_little(made.plan, self.flat) and not self._mostly_writes(made)
+
+    def _is_slow(self, made: Straight) -> bool:
+        return waits(made) or self._mostly_writes(made)
+
+    def _mostly_writes(self, made: Straight) -> bool:
+        return _writes_down_much(made, self.rates, _ALL_COMPUTING)
 
     def look_to_keep(self, ways: Callable[..., Iterator[Ways]], link: Link) -> None:
         """Makes some in which what is made anew in those found is kept, if that may be
@@ -476,15 +482,17 @@ def waits(made: Straight, times: float = _WAITS) -> bool:
     return made.plan.predicted_seconds > times * computing
 
 
-def _writes_down_much(made: Straight, expected: DeviceRates) -> bool:
+def _writes_down_much(
+    made: Straight, expected: DeviceRates, share: float = _OF_COMPUTING
+) -> bool:
     """Whether few tasks read and write many times what goes in and comes out, and that is
-    much of what they do."""
+    this share of what they do."""
     graph = made.split.graph
     if len(graph.tasks) > _FEW_TASKS:
         return False
     crossing = _crossing_bytes(graph)
     computing = sum(task.seconds for task in graph.tasks)
-    is_much = crossing / expected.bytes_per_second > _OF_COMPUTING * computing
+    is_much = crossing / expected.bytes_per_second > share * computing
     return is_much and crossing > _MUCH * _bytes_of_ends(made.flat)
 
 

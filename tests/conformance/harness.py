@@ -21,7 +21,7 @@ import pytest
 from checks import assert_same, refused, unconstrained_peak
 
 import jturnip
-from jturnip.programs.records import Choice, Loop, Straight
+from jturnip.programs.records import Call, Choice, Loop, Straight
 from jturnip.stages import Lowered, Traced
 from jturnip.units import padded
 
@@ -274,6 +274,8 @@ def _straight(program: Any) -> list[Straight]:
     match program:
         case Straight():
             return [program]
+        case Call():
+            return []
         case Loop():
             pieces = [program.condition, program.body]
         case Choice():

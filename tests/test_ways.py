@@ -465,11 +465,11 @@ def test_others_are_looked_at_where_tasks_write_down_much_for_one_another():
         seconds=1.0, bytes_accessed=0, inputs=(0,) * 10**6, outputs=()
     )
     some = compared(LITTLE, tasks=[task])
-    some.rates = dataclasses.replace(some.rates, bytes_per_second=1e8)
+    some.rates = dataclasses.replace(some.rates, bytes_per_second=1e7)
     some.look(iter(ways_of(30, 7, 8)))
     assert lengths(some) == [30, 7, 8]
     some = compared(LITTLE, tasks=[task])
-    some.rates = dataclasses.replace(some.rates, bytes_per_second=1e8)
+    some.rates = dataclasses.replace(some.rates, bytes_per_second=1e7)
     keeping = (dataclasses.replace(ways, keeps=True) for ways in ways_of(30, 7))
     some.look(keeping)
     assert lengths(some) == [30, 7]

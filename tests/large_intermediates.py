@@ -774,6 +774,31 @@ def sequences_that_are_aligned(a: Any, b: Any) -> Any:
     return jax.vmap(one)(a, b)
 
 
+@case((2, long(8), 64, 64), (2, long(8), 64, 64), (64, 64))
+def an_image_of_several_coils(measured: Any, coils: Any, mask: Any) -> Any:
+    """Steps of a least-squares fit, as in parallel imaging with magnetic resonance."""
+    measured, coils = jax.lax.complex(*measured), jax.lax.complex(*coils)
+    mask = (mask > 0).astype(jnp.float32)
+    seen = lambda x: mask * jnp.fft.fft2(coils * x)
+    back = lambda y: jnp.sum(coils.conj() * jnp.fft.ifft2(mask * y), 0)
+    x = back(measured)
+    for _ in range(3):
+        x = x - 0.1 * back(seen(x) - measured)
+    return jnp.abs(x)
+
+
+@case((long(8), 16384))
+def spectra_of_signals(signals: Any) -> Any:
+    """Of frames that overlap by a half."""
+    return jnp.abs(jax.scipy.signal.stft(signals, nperseg=256)[2])
+
+
+@case((long(20_000),), (long(20_000),))
+def a_correlation_of_ranks(x: Any, y: Any) -> Any:
+    ranks = lambda x: jnp.argsort(jnp.argsort(x)).astype(jnp.float32)
+    return jnp.corrcoef(ranks(x), ranks(y))[0, 1]
+
+
 # -- the page --------------------------------------------------------------------------
 
 # Why some are refused where they are.

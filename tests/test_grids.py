@@ -446,3 +446,13 @@ def test_what_is_not_positive_definite_is_seen_in_what_follows():
     assert jnp.isnan(lower).any()
     assert jnp.isnan(logarithm)
     assert jnp.isnan(solved).all()
+
+
+def test_narrow_systems_of_which_the_other_side_is_long():
+    """Tiles along the long side are longer than those along the short one."""
+    a, b = triangle(11), array(11, 100)
+    fn = lambda a, b: solve_triangular(a, b, lower=True)
+    for arena in range(3000, 12_000, 500):
+        flat = flat_of(fn, a, b)
+        for made in in_grids(flat, Where(frozenset(flat.inputs)), arena, Known()):
+            assert_same(evaluated(made, a, b), [jax.jit(fn)(a, b)])

@@ -60,6 +60,13 @@ def test_what_fits_or_is_most_of_a_row_is_left():
     assert largest_as_blocks(most, 1000).equations == most.equations
 
 
+def test_places_that_have_too_few_bits_are_left():
+    """They begin again, as XLA's do."""
+    x = few(1000)
+    flat = flat_of(lambda x: lax.argmax(x, 0, np.int8), x)
+    assert largest_as_blocks(flat, 1000).equations == flat.equations
+
+
 @pytest.mark.parametrize("share", [pytest.param(2, marks=pytest.mark.slow), 8])
 @pytest.mark.parametrize("fn", [lambda x: lax.top_k(jnp.sin(x), 50), jnp.argmin])
 def test_the_largest_of_one_long_row_run_in_a_part_of_its_peak(

@@ -575,7 +575,7 @@ CUT = "In parts along its axes"
 
 def in_the_way(flat: FlatJaxpr, arena: int) -> str:
     """A sentence on the equation that is not done in less than there is, or "": one that
-    has no axis, else a factorisation, else the largest."""
+    has no axis, else one that is made in order, in tiles, else the largest."""
     flat = _as_blocks(flat, arena)
     large = {i: nbytes_of(flat, touched(e)) for i, e in enumerate(flat.equations)}
     among = [i for i, nbytes in large.items() if nbytes > arena > 0]
@@ -583,11 +583,11 @@ def in_the_way(flat: FlatJaxpr, arena: int) -> str:
         return ""
     some = dataclasses.replace(flat, equations=tuple(flat.equations[i] for i in among))
     axes = dict(zip(among, rules(some, parts.works, Known()), strict=True))
-    factors = [i for i in among if flat.equations[i].name in IN_ORDER]
-    for i in factors:  # they have axes, in tiles
+    in_order = [i for i in among if flat.equations[i].name in IN_ORDER]
+    for i in in_order:  # they have axes, in tiles
         e = flat.equations[i]
         axes[i] = axes[i] or rule_in_order(e, flat.operand_types(e))
-    i = max(among, key=lambda i: (axes[i] is None, i in factors, large[i]))
+    i = max(among, key=lambda i: (axes[i] is None, i in in_order, large[i]))
     e = flat.equations[i]
     said = f'"{e.name}" ({e.source or "unknown line"})'
     if axes[i] is None:

@@ -19,8 +19,8 @@ from jax import lax
 from jturnip.frontend.values import Type
 
 
-# What has no divisor between this and its root stays one row; so does what is so long that
-# its quarters have no numbers in 32 bits.
+# What has no divisor from this to its root stays one row; so does what is so long that its
+# quarters have no numbers in 32 bits.
 _LEAST_ROWS = 8
 _MOST_NUMBERS = 2**29
 
@@ -82,7 +82,8 @@ def _of_rows(x: Any, kind: Any, rows: int) -> Any:
         x = lax.complex(x, lax.full_like(x, 0))
     x = lax.reshape(x, (*x.shape[:-1], rows, n // rows))
     x = _over(x, inner, rows, -2)
-    x = x * _turns(rows, n // rows, x.dtype, inner == lax.FftType.FFT)
+    turns = _turns(rows, n // rows, x.dtype, inner == lax.FftType.FFT)
+    x = x * jnp.broadcast_to(turns, x.shape)
     x = lax.fft(x, inner, (n // rows,))
     x = lax.reshape(jnp.swapaxes(x, -1, -2), (*x.shape[:-2], n))
     return lax.slice_in_dim(x, 0, n // 2 + 1, axis=x.ndim - 1) if is_real else x
@@ -97,7 +98,7 @@ def _turns(rows: int, columns: int, dtype: Any, forward: bool) -> Any:
         np.int32, shape, 1
     )
     quarters = jnp.round(number.astype(real) * (4 / n)).astype(np.int32)
-    # In units of a turn over 4n; the product may overflow, what is left does not.
+    # In units of a turn over 4n: `_MOST_NUMBERS` keeps both below 2**31.
     left = 4 * number - quarters * n
     angle = left.astype(real) * real.type(np.pi / 2 / n)
     cos, sin = jnp.cos(angle), jnp.sin(angle)

@@ -6,7 +6,8 @@ factorisation, and systems that are solved with its result (`factors.py`). Here 
 value is a grid of tiles, and what a tile is made of is asked for, from the results on:
 along a dimension that is contracted, products of tiles are added up. Such graphs of tiles
 are TURNIP's own (arXiv 2405.16283, section 3; EinDecomp, arXiv 2410.02682). Tiles have one
-size, so that their tasks share executables.
+size, so that their tasks share executables. What only takes positions of such values, or
+puts them together, is no equation of its own: its tiles are windows of theirs.
 """
 
 import dataclasses
@@ -34,6 +35,7 @@ from jturnip.frontend.in_order import (
     at_of,
     is_made_in_order,
     most_sorted,
+    needed,
     rule_in_order,
     tile_of,
 )
@@ -69,7 +71,8 @@ _ALIGNED = 16
 # More tiles along a dimension than so many, and more equations, take long to plan.
 _MOST_TILES = 64
 _MOST_EQUATIONS = 20_000
-# What only takes positions of its operands, or puts them together.
+# What only takes positions of its operands, or puts them together; a `reshape` where it has
+# no rule.
 _VIEWS = frozenset("slice concatenate reshape rev".split())
 # What is done along one dimension only, whatever else could be cut.
 _ALONG_ONE = frozenset("ragged_dot_general conv_general_dilated sort".split())
@@ -167,6 +170,8 @@ class _Grids:
         self._there: dict[Key, Any] = {}
         self._jaxprs: dict[Key, Any] = {}
         self._combined: dict[int, list[tuple[int, ...]]] = {}
+        # What was read from host memory: the value, and which part → the new value.
+        self._read: dict[tuple[int, Window], int] = {}
 
     @property
     def counts(self) -> list[tuple[int, int]] | None:
@@ -194,7 +199,7 @@ class _Grids:
             for i, e in enumerate(flat.equations):  # in their order
                 if e.effects or e.origin.effects:
                     self._get((self._part, i, ()))
-            outputs = [self._output(output) for output in flat.outputs]
+            outputs = self._of_their_own([self._output(output) for output in flat.outputs])
         except _CannotBe:
             return None
         slices = self._slices.values()
@@ -208,6 +213,27 @@ class _Grids:
         if isinstance(cut.rule, InOrder):
             return self._in_order.count(i)
         return math.prod(len(self._bounds(n)) for n in cut.lengths.values())
+
+    def _of_their_own(self, outputs: Sequence[int | Parts]) -> list[int | Parts]:
+        """Results, each of which is a value that an equation writes, and no other is: what
+        is read from host memory, and what comes twice, is copied. An argument that the
+        function returns stays what it is."""
+        made = {v for e in self._builder.equations for v in e.outputs}
+        given = {v for v in self._flat.outputs if isinstance(v, int)} - self._writer.keys()
+        seen: set[int] = set()
+
+        def own(v: int) -> int:
+            if v not in given and (v not in made or v in seen):
+                return self._builder.one(stacks.copying(self._builder.types[v]), (v,), ())
+            seen.add(v)
+            return v
+
+        return [
+            dataclasses.replace(output, values=tuple(map(own, output.values)))
+            if isinstance(output, Parts)
+            else own(output)
+            for output in outputs
+        ]
 
     def _output(self, output: int | Parts) -> int | Parts:
         if isinstance(output, Parts):
@@ -231,31 +257,36 @@ class _Grids:
         large = any(t.nbytes > self._least for t in (*types, *results))
         if not large or e.effects or e.origin.effects or e.driven:
             return None
-        if e.name in _VIEWS and e.name != "reshape":
-            return self._view(e, types, results[0])
+        view = self._view(e, types, results[0]) if e.name in _VIEWS else None
+        if view is not None and e.name != "reshape":
+            return view
         rule = without_halos(rule)
         if is_made_in_order(e, types, self.side, self._arena // OF_ONE):
-            rule = rule_in_order(e, types) or rule
-        lengths = {}
+            in_order = rule_in_order(e, types)
+            if in_order is not None and needed(e) <= self._long(e, in_order).keys():
+                return _Cut(in_order, self._long(e, in_order))
         if rule is not None:
-            lengths = _lengths(
-                [
-                    *zip(types, rule.operands, strict=True),
-                    *zip(results, rule.results, strict=True),
-                ]
-            )
-            lengths = {x: n for x, n in lengths.items() if n > self._side_of(n)}
-            if not isinstance(rule, InOrder):
-                lengths = self._done_together(e, rule, types, lengths)
-        if rule is not None and lengths:
-            return _Cut(rule, lengths)
-        return self._view(e, types, results[0]) if e.name == "reshape" else None
+            lengths = self._done_together(e, rule, types, self._long(e, rule))
+            if lengths:
+                return _Cut(rule, lengths)
+        return view
+
+    def _long(self, e: Equation, rule: Rule) -> dict[int, int]:
+        """The labels of an equation along which there are several tiles, and their
+        lengths."""
+        types = [*self._flat.operand_types(e), *(self._type(v) for v in e.outputs)]
+        labels = (*rule.operands, *rule.results)
+        lengths = _lengths(list(zip(types, labels, strict=True)))
+        return {x: n for x, n in lengths.items() if n > self._side_of(n)}
 
     def _view(self, e: Equation, types: Sequence[Type], result: Type) -> _View | None:
         """How an equation is done by windows of its operands, if it can be."""
-        if any(isinstance(v, Constant) for v in e.inputs):
+        params = e.origin.params
+        if any(isinstance(v, Constant) for v in e.inputs) or not math.prod(result.shape):
             return None
-        if e.name == "slice" and any(x != 1 for x in e.origin.params["strides"] or ()):
+        if e.name == "reshape" and params["dimensions"] is not None:
+            return None  # of what is transposed first
+        if e.name == "slice" and any(x != 1 for x in params["strides"] or ()):
             return None
         dims = {d: n for d, n in enumerate(result.shape) if n > self._side_of(n)}
         if e.name == "reshape":  # what is next to one another stays so
@@ -380,19 +411,10 @@ class _Grids:
 
     def _columns(self, v: int, column: int, bounds: tuple[int, int]) -> Making:
         """Some columns of a matrix, of those that a tile has."""
-        t, dims = self._type(v), self._dims.get(v, frozenset())
-        row, last = (len(t.shape) - d for d in (2, 1))
-        if self._is_there(v):
-            return self._read_there(v, Window.of(t.shape).part(last, *bounds))
-        (begin, end), (first, past) = bounds, self._bounds(t.shape[last])[column]
-        pieces = []
-        for tile in self._tiles(t, dims & {row}):
-            piece = yield self._tile, v, (*tile[:last], column)
-            if (begin, end) != (first, past):
-                within = begin - first, end - first
-                piece = self._builder.part_of(piece, last, within, self._calls(v))
-            pieces.append(piece)
-        return self._builder.joined(pieces, row, self._calls(v))
+        del column
+        shape = self._type(v).shape
+        value = yield self._within, v, Window.of(shape).part(len(shape) - 1, *bounds)
+        return value
 
     def _is_there(self, v: int) -> bool:
         """Whether it is a large array in host memory."""
@@ -401,12 +423,15 @@ class _Grids:
 
     def _read_there(self, v: int, window: Window) -> int:
         """A part of an array in host memory."""
-        t, before, source = self._type(v), self._slices.get(v), v
+        if (v, window) in self._read:
+            return self._read[v, window]
+        key, t, before, source = (v, window), self._type(v), self._slices.get(v), v
         shape = tuple(b - a for a, b in window.bounds)
         if before is not None:
             window, source = window.within(before.window), before.source
         value = self._builder.value(dataclasses.replace(t, shape=shape))
         self._slices[value] = Slice(value, source, window)
+        self._read[key] = value
         return value
 
     def _calls(self, v: int) -> tuple[Any, ...]:
@@ -491,14 +516,15 @@ class _Grids:
         rows = begin // of_row, -(-end // of_row)
         piece = yield self._within, v, Window.of(given.shape).part(dim, *rows)
         shape = tuple(b - a for a, b in window.bounds)
-        before = begin - rows[0] * of_row
+        before = Constant.position(begin - rows[0] * of_row)
 
-        def function(x: Any) -> Any:
-            flat = lax.slice_in_dim(x.reshape(-1), before, before + end - begin)
+        def function(x: Any, before: Any) -> Any:
+            flat = lax.dynamic_slice_in_dim(x.reshape(-1), before, end - begin)
             return flat.reshape(shape)
 
-        closed = jax.make_jaxpr(function)(self._builder.types[piece].struct())
-        return self._builder.one(closed, (piece,), e.within)
+        types = self._builder.types[piece].struct(), before.type.struct()
+        closed = jax.make_jaxpr(function)(*types)
+        return self._builder.one(closed, (piece, before), e.within)
 
     def _within(self, v: int, window: Window) -> Making:
         """Some positions of a value, of the tiles that have them."""

@@ -72,9 +72,20 @@ def is_made_in_order(e: Equation, types: Sequence[Type], side: int, least: int) 
     return e.name in factors.FACTORS and types[0].shape[-1] > side
 
 
+def needed(e: Equation) -> frozenset[int]:
+    """The labels without which an equation is not made in order."""
+    if e.name == sorting.SORT:
+        return frozenset([e.origin.params["dimension"]])
+    is_factor = e.name in (factors.CHOLESKY, factors.LU)
+    return frozenset([factors.ROW, factors.COLUMN] if is_factor else [factors.COLUMN])
+
+
 def _bytes_at_once(e: Equation, types: Sequence[Type]) -> int:
     if e.name == sorting.SORT:
-        return sorting.row_bytes(e, types)
+        # A task sorts a row with little beside it: twice as long a row as the side of what
+        # is factorised. Positions have 31 bits.
+        n = types[0].shape[e.origin.params["dimension"]]
+        return sorting.row_bytes(e, types) // 2 if n < 2**31 else 0
     return factors.matrix_bytes(types[0]) if e.name in factors.FACTORS else 0
 
 
@@ -107,6 +118,10 @@ class TilesInOrder:
         self._panel_bytes = panel_bytes
         self._made: dict[Key, Any] = {}
         self.panels = functools.cache(self._panels)
+        equations = flat.equations
+        self._position_of = functools.cache(
+            lambda i: sorting.position_of(equations[i], flat)
+        )
 
     def count(self, i: int) -> int:
         """About how many equations one that is made in order becomes."""
@@ -237,9 +252,9 @@ class TilesInOrder:
             of_tile = yield from self._so_far(i, at, tile, number)
             operands += of_tile
         types = tuple(self._builder.types[v] for v in operands)
-        key = sorting.compared, id(e.origin), types
+        position = self._position_of(i)
+        key = sorting.compared, id(e.origin), position, types
         if key not in self._made:
-            position = sorting.position_of(e, self._flat)
             self._made[key] = sorting.compared(e, position, *types)
         values = self._builder.ours(self._made[key], operands, e.within)
         half = len(values) // 2
@@ -256,7 +271,7 @@ class TilesInOrder:
             assert isinstance(v, int)
             value = yield self._tile, v, of_tile
             found.append(value)
-        if sorting.several(e, self._flat) > len(found):
+        if self._position_of(i) == len(found):
             t, begin = self._builder.types[found[0]], self._tiles(e)[tile][0]
             position = Constant.position(begin)
             numbers = sorting.positions(t, dim, position.type)

@@ -52,8 +52,8 @@ def inline(
       condition: for the body of a loop: then the first result is the condition's.
       platform: what `jax.lax.platform_dependent` chooses by; a choice is left as it is
         where it is empty.
-      largest_fft: Fourier transforms over several dimensions that give more bytes are
-        done one dimension after the other.
+      largest_fft: Fourier transforms over several dimensions, or of rows, that give more
+        bytes are done over one dimension after the other.
       instead: gives a jaxpr to be inlined instead of an equation, or None.
       foreign: what operations of other libraries were found to stand for; grows.
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jturnip.frontend.results import with_others
+from jturnip.frontend.sorting import has_positions
 from jturnip.frontend.values import Equation, FlatJaxpr, Type, bind
 
 
@@ -52,6 +53,8 @@ def _is_done_by_blocks(e: Equation, flat: FlatJaxpr, arena: int) -> bool:
     if dim is None:
         return False
     n, k = t.shape[dim], e.origin.params.get("k", 1)
+    if not has_positions(flat.types[e.outputs[-1]].dtype, n):
+        return False
     return n * t.dtype.itemsize > arena * _LONG and 0 < k * _TIMES <= n
 
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -68,14 +69,23 @@ def position_of(e: Equation, flat: FlatJaxpr) -> int | None:
     if len(e.inputs) == 1:
         return None
     dim, keys = e.origin.params["dimension"], e.origin.params["num_keys"]
+    n = flat.operand_types(e)[0].shape[dim]
     iotas = {
         each.outputs[0]
         for each in flat.equations
-        if each.name == "iota" and each.origin.params["dimension"] == dim
+        if each.name == "iota"
+        and each.origin.params["dimension"] == dim
+        # Those of few bits, and of rounded numbers, tell no positions.
+        and has_positions(each.origin.params["dtype"], n)
     }
     operands = enumerate(e.inputs)
     found = (at for at, v in operands if at >= keys and type(v) is int and v in iotas)
     return next(found, len(e.inputs))
+
+
+def has_positions(dtype: Any, n: int) -> bool:
+    """Whether the positions of a row of `n` numbers are different numbers of a dtype."""
+    return jnp.issubdtype(dtype, jnp.integer) and n - 1 <= int(jnp.iinfo(dtype).max)
 
 
 def several(e: Equation, flat: FlatJaxpr) -> int:

@@ -70,8 +70,8 @@ class Seen:
 
     # What `jax.lax.platform_dependent` chooses by.
     platform: str = ""
-    # Fourier transforms over several dimensions that give more bytes are done one dimension
-    # after the other.
+    # Fourier transforms over several dimensions, or of rows, that give more bytes are done
+    # over one dimension after the other.
     largest_fft: float = math.inf
     # Loops that carry more bytes, in and out, have several iterations in one, if these are
     # stencils.

@@ -51,8 +51,8 @@ from jturnip.runtime.schedule import Link
 # parts about: each takes seconds.
 _MOST_LOOPS = 4
 _MOST_PARTS = 16
-# What is to be cut has no Fourier transform over several dimensions at once that gives more
-# than one over so many of the budget.
+# What is to be cut has no Fourier transform over several dimensions at once, or of a row,
+# that gives more than one over so many of the budget.
 _OF_ONE_FFT = 4
 # Loops are taken apart into no more equations than so many, if a few tasks do as well; and
 # in later attempts than the first, into no more than so many before axes are tried.

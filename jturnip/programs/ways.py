@@ -83,8 +83,9 @@ _FEW_TASKS = 100
 # as long in blocks as over tasks, and to compare them was most of what their first results
 # took.
 _OF_COMPUTING = 0.37
-# The first way will not do where that takes as long as what they do: a projection of an
-# image from many sides took four times as long over 51 tasks as in blocks.
+# The first way will not do where that takes as long as all that tasks do, as they were
+# measured: a projection of an image from many sides took four times as long over 51 tasks
+# as in blocks.
 _ALL_COMPUTING = 1.0
 # What is cut so that less is written down gives no more than this share of the bytes: of a
 # projection of an image from many sides only what is put together was cut at first, two
@@ -162,6 +163,7 @@ def or_in_blocks(
     # What each iteration of a loop moves twice it had better move once.
     times = _WITH_BORDERS if how.repeated else _MUCH
     may_gain = waits(made) and not moves_little(made.plan, made.flat, times)
+    only_writes = not may_gain
     may_gain |= _writes_down_much(made, setting.rates)
     if len(made.split.graph.tasks) > _SOME_TASKS:
         return made
@@ -179,7 +181,7 @@ def or_in_blocks(
     # in each iteration.
     most = math.inf if scans or how.repeated else len(flat.equations)
     same = len(made.flat.equations)  # as it is made already
-    less = math.inf if scans else _WRITE_LESS * _written_bytes(flat)
+    less = _WRITE_LESS * _written_bytes(flat) if only_writes and not scans else math.inf
 
     def is_worth_it(cut: FlatJaxpr) -> bool:
         return same != len(cut.equations) <= most and _written_bytes(cut) <= less

@@ -95,7 +95,7 @@ def test_sorts_in_tiles_are_the_same(name: str):
 
 
 ONES = jnp.ones(900, np.float32)
-NUMBERS = RANDOM.permutation(900).astype(np.float32)
+NUMBERS = jnp.asarray(RANDOM.permutation(900), np.float32)
 TIED: dict[str, Callable[..., Any]] = {
     "numbers that begin again": lambda x: lax.sort(
         (x, lax.iota(np.int8, 900), NUMBERS), num_keys=1

@@ -27,6 +27,13 @@ from jturnip.frontend.values import Constant, FlatJaxpr, Parts
 
 
 RANDOM = np.random.default_rng(0)
+_FIRST = RANDOM.bit_generator.state
+
+
+@pytest.fixture(autouse=True)
+def same_numbers():
+    """Each test has the same numbers, whichever ran before it in its process."""
+    RANDOM.bit_generator.state = _FIRST
 
 
 def array(*shape: int, dtype: Any = np.float32) -> Any:
@@ -240,6 +247,8 @@ def test_panels_of_a_singular_matrix_have_the_same_pivots():
 def test_what_is_not_finite_is_seen_in_all_that_is_solved(
     at: tuple[int, int], number: float
 ):
+    # How far an infinite number goes within a tile of a triangle is BLAS's: of one in 25
+    # orders of the rows it goes further in tiles than it does in all.
     a, b = distinct(48), array(48, 3)
     a[at] = number
     found = evaluated(tiled(flat_of(jnp.linalg.solve, a, b), 3, 48), a, b)

@@ -168,7 +168,8 @@ RESULTS: dict[str, Callable[..., Any]] = {
     "what is given, put together": lambda x: (jnp.concatenate([x, x[:5]]), jnp.sort(x)),
     "the same twice": lambda x: jnp.concatenate([jnp.sort(x)] * 2),
     "and half of it": lambda x: (s := jnp.sort(x), s[: x.size // 2]),
-    "turned by nothing": lambda x: (s := jnp.sort(x), jnp.roll(s, 0), x),
+    "turned by nothing": lambda x: (s := jnp.sort(x), jnp.roll(s, 0)),
+    "what is given, turned by nothing": lambda x: (jnp.roll(x, 0), x, jnp.sort(x)),
 }
 
 

@@ -220,20 +220,21 @@ class _Grids:
         function returns stays what it is."""
         made = {v for e in self._builder.equations for v in e.outputs}
         given = {v for v in self._flat.outputs if isinstance(v, int)} - self._writer.keys()
-        seen: set[int] = set()
+        seen = set(given)
 
         def own(v: int) -> int:
-            if v not in given and (v not in made or v in seen):
+            if v not in made or v in seen:
                 return self._builder.one(stacks.copying(self._builder.types[v]), (v,), ())
             seen.add(v)
             return v
 
-        return [
-            dataclasses.replace(output, values=tuple(map(own, output.values)))
-            if isinstance(output, Parts)
-            else own(output)
-            for output in outputs
-        ]
+        found: list[int | Parts] = []
+        for was, now in zip(self._flat.outputs, outputs, strict=True):
+            if isinstance(now, Parts):
+                found.append(dataclasses.replace(now, values=tuple(map(own, now.values))))
+            else:
+                found.append(now if was in given else own(now))
+        return found
 
     def _output(self, output: int | Parts) -> int | Parts:
         if isinstance(output, Parts):

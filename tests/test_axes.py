@@ -818,27 +818,6 @@ def test_columns_that_a_driven_loop_begins_with_are_read_from_host_memory():
     assert f.last_run.peak_bytes <= gpu_bytes
 
 
-def test_many_results_of_a_stretch_are_put_together_one_by_one():
-    """All rows of a running sum that are read later: each fits, all do not."""
-
-    def by_regression(z: Any) -> Any:
-        prices = jnp.exp(jnp.cumsum(z * 0.1, 0))
-        gain = jnp.maximum(1 - prices, 0)
-        paid = gain[-1]
-        for t in range(48, 0, -8):
-            x = prices[t]
-            a = jnp.stack([jnp.ones_like(x), x, x * x], 1)
-            there = a @ jnp.linalg.solve(a.T @ a + jnp.eye(3), a.T @ paid)
-            paid = jnp.where(gain[t] > there, gain[t], paid * 0.99)
-        return paid.mean()
-
-    z = numbers(50, 8192)
-    gpu_bytes = z.nbytes * 4 // 9
-    f = jturnip.jit(by_regression, gpu_bytes)
-    assert_same(f(jturnip.host(z)), jax.jit(by_regression)(z))
-    assert f.last_run.peak_bytes <= gpu_bytes
-
-
 def test_nothing_is_cut_where_all_is_small():
     flat = flat_of(attention, *FUNCTIONS["attention"][1])
     assert not list(

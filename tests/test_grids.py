@@ -461,7 +461,6 @@ def test_narrow_systems_of_which_the_other_side_is_long():
     """Tiles along the long side are longer than those along the short one."""
     a, b = triangle(11), array(11, 100)
     fn = lambda a, b: solve_triangular(a, b, lower=True)
-    for arena in range(3000, 12_000, 500):
-        flat = flat_of(fn, a, b)
-        for made in in_grids(flat, Where(frozenset(flat.inputs)), arena, Known()):
-            assert_same(evaluated(made, a, b), [jax.jit(fn)(a, b)])
+    for arena in (6500, 7040, 8000):  # in the second, a tile has 11 rows
+        made = next(in_grids(flat_of(fn, a, b), Where(frozenset([0, 1])), arena, Known()))
+        assert_same(evaluated(made, a, b), [jax.jit(fn)(a, b)])

@@ -21,7 +21,6 @@ from jturnip.errors import DoesNotFit, HostMemoryError
 from jturnip.frontend import blocks, cutting, effort
 from jturnip.frontend.blocks import Ways
 from jturnip.frontend.choosing import Search
-from jturnip.frontend.costs import DeviceRates
 from jturnip.frontend.effort import Effort, Sofar
 from jturnip.frontend.materializing import Again
 from jturnip.frontend.partition import Group, Partitioner
@@ -290,8 +289,7 @@ def compared(
             raise TooManyTasks
         return Made(cut, Plan(moved), Split(Graph(tuple(tasks)), (None,) * count))
 
-    # As fast as can be: what is written down takes no time.
-    return ways._Compared(flat, made, any_plan, DeviceRates(1e18, 1e18, launch_seconds=0))
+    return ways._Compared(flat, made, any_plan)
 
 
 @dataclasses.dataclass
@@ -457,22 +455,6 @@ def test_the_first_that_moves_little_will_do():
     some.look(iter(ways_of(10, 30, 7)))
     assert lengths(some) == [30]
     assert len(some.refusals) == 1
-
-
-def test_others_are_looked_at_where_tasks_write_down_much_for_one_another():
-    """A projection of an image from many sides took four times as long over 51 tasks."""
-    task = types.SimpleNamespace(
-        seconds=1.0, bytes_accessed=0, inputs=(0,) * 10**6, outputs=()
-    )
-    some = compared(LITTLE, tasks=[task])
-    some.rates = dataclasses.replace(some.rates, bytes_per_second=1e7)
-    some.look(iter(ways_of(30, 7, 8)))
-    assert lengths(some) == [30, 7, 8]
-    some = compared(LITTLE, tasks=[task])
-    some.rates = dataclasses.replace(some.rates, bytes_per_second=1e7)
-    keeping = (dataclasses.replace(ways, keeps=True) for ways in ways_of(30, 7))
-    some.look(keeping)
-    assert lengths(some) == [30, 7]
 
 
 def test_another_way_for_which_the_host_has_no_room_is_left_out():

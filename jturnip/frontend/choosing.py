@@ -679,12 +679,9 @@ def _into_tasks(
     cut = {v for v in stretch.leaving if v in stretch.dims}
     apart = frozenset(cut & between) if room.apart else frozenset[int]()
     rows = sliced | cut | kept
-    joined = [held & (cut - left - apart) for held in apiece]
+    together = max(nbytes_of(flat, held & (cut - left - apart)) for held in apiece)
     if room.apart:  # else what is reduced may still be cut, with what combines it
-        each = (nbytes_of(flat, [v]) for held in joined for v in held)
-        together = max(*each, 0, _partial_bytes(flat, stretch))
-    else:
-        together = max(nbytes_of(flat, held) for held in joined)
+        together = max(together, _partial_bytes(flat, stretch))
     if 2 * together > room.arena:
         return None
     if room.may_be_in_blocks(flat, stretch):

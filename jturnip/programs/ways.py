@@ -83,10 +83,6 @@ _FEW_TASKS = 100
 # as long in blocks as over tasks, and to compare them was most of what their first results
 # took.
 _OF_COMPUTING = 0.37
-# The first way will not do where that takes as long as all that tasks do, as they were
-# measured: a projection of an image from many sides took four times as long over 51 tasks
-# as in blocks.
-_ALL_COMPUTING = 1.0
 # What is cut so that less is written down gives no more than this share of the bytes: of a
 # projection of an image from many sides only what is put together was cut at first, two
 # equations of 140, and no other way was looked at after two that were no faster.
@@ -130,7 +126,7 @@ def in_fastest_way(flat: FlatJaxpr, setting: Setting, to_host: Collection[int]) 
     uncut = _uncut_loops(flat, setting)
     splitting.refuse_alone(flat, setting, uncut)
     hopeless = functools.partial(splitting.are_in_the_way, flat, setting, uncut)
-    compared = _Compared(flat, make, how.any_plan, setting.rates, hopeless)
+    compared = _Compared(flat, make, how.any_plan, hopeless)
     if places.bytes_at_start(flat, setting.arguments) <= setting.arena:
         ways = functools.partial(_ways, flat, setting, compared.sofar)
         compared.look(ways())
@@ -323,8 +319,6 @@ class _Compared:
     make: Callable[..., Straight]
     # Whether any plan will do.
     any_plan: bool
-    # What the device is expected to do.
-    rates: DeviceRates
     # Whether what was refused shows that no way is likely to fit.
     hopeless: Callable[[], bool] = lambda: False
     found: list[Straight] = field(default_factory=list)
@@ -343,8 +337,8 @@ class _Compared:
         return _fastest(self.found)
 
     def look(self, ways: Iterator[Ways], most: float = 0.0) -> None:
-        """Makes some of these until one moves and writes down little, or takes no more than
-        so many seconds, or enough is known."""
+        """Makes some of these until one moves little, or takes no more than so many
+        seconds, or enough is known."""
         self.new = new = []
         looked, since = 0, 0
         self.sofar.most_equations = _MOST_KEPT if self.gains else math.inf
@@ -365,22 +359,12 @@ class _Compared:
             # What is kept is waited for, or it is best not made anew; and what is in tiles
             # along all dimensions is waited for, or no other way is better.
             is_good = together.keeps or (together.in_grids and len(new) > before)
-            enough |= is_good and bool(new) and not self._is_slow(_fastest(new))
+            enough |= is_good and bool(new) and not waits(_fastest(new))
             if enough or any(
-                made.plan.predicted_seconds <= most or self._needs_little(made)
+                made.plan.predicted_seconds <= most or moves_little(made.plan, self.flat)
                 for made in new
             ):
                 break
-
-    def _needs_little(self, made: Straight) -> bool:
-        """Whether a plan moves little, and its tasks do more than write down much."""
-        return moves_little(made.plan, self.flat) and not self._mostly_writes(made)
-
-    def _is_slow(self, made: Straight) -> bool:
-        return waits(made) or self._mostly_writes(made)
-
-    def _mostly_writes(self, made: Straight) -> bool:
-        return _writes_down_much(made, self.rates, _ALL_COMPUTING)
 
     def look_to_keep(self, ways: Callable[..., Iterator[Ways]], link: Link) -> None:
         """Makes some in which what is made anew in those found is kept, if that may be
@@ -484,17 +468,15 @@ def waits(made: Straight, times: float = _WAITS) -> bool:
     return made.plan.predicted_seconds > times * computing
 
 
-def _writes_down_much(
-    made: Straight, expected: DeviceRates, share: float = _OF_COMPUTING
-) -> bool:
+def _writes_down_much(made: Straight, expected: DeviceRates) -> bool:
     """Whether few tasks read and write many times what goes in and comes out, and that is
-    this share of what they do."""
+    much of what they do."""
     graph = made.split.graph
     if len(graph.tasks) > _FEW_TASKS:
         return False
     crossing = _crossing_bytes(graph)
     computing = sum(task.seconds for task in graph.tasks)
-    is_much = crossing / expected.bytes_per_second > share * computing
+    is_much = crossing / expected.bytes_per_second > _OF_COMPUTING * computing
     return is_much and crossing > _MUCH * _bytes_of_ends(made.flat)
 
 

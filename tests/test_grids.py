@@ -458,9 +458,9 @@ def test_what_is_not_positive_definite_is_seen_in_what_follows():
 
 
 def test_narrow_systems_of_which_the_other_side_is_long():
-    """Tiles along the long side are longer than those along the short one."""
+    """The matrix is hardly longer than a tile."""
     a, b = triangle(11), array(11, 100)
     fn = lambda a, b: solve_triangular(a, b, lower=True)
-    for arena in (6500, 7040, 8000):  # in the second, a tile has 11 rows
+    for arena in (6500, 7040, 8000):
         made = next(in_grids(flat_of(fn, a, b), Where(frozenset([0, 1])), arena, Known()))
         assert_same(evaluated(made, a, b), [jax.jit(fn)(a, b)])

@@ -151,7 +151,9 @@ class _Grids:
         self._builder = Builder.of(dataclasses.replace(flat, equations=()))
         self._slices = {s.value: s for s in flat.slices}
         self._writer = {v: i for i, e in enumerate(flat.equations) for v in e.outputs}
-        self._sides = _sides(flat, self.side, tile_bytes)
+        # Where no long row is sorted, longer tiles of narrow arrays moved more, not less.
+        sorts = most_sorted(flat, arena // OF_ONE)
+        self._sides = _sides(flat, self.side, tile_bytes) if sorts else {}
         self._bounds = functools.cache(lambda n: _bounds(self._side_of(n), n))
         self._cuts = [
             self._cut(e, rule) if self.side else None

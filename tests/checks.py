@@ -35,6 +35,17 @@ def assert_same(found: Any, expected: Any, ulps: int = ULPS) -> None:
         _assert_close(numbers(got), numbers(want), ulps, where)
 
 
+def assert_runs_in(
+    fn: Callable[..., Any], args: Sequence[Any], gpu_bytes: int, ulps: int = ULPS
+) -> Any:
+    """A function of arrays in host memory gives the same in so many bytes, and holds no
+    more; returns it."""
+    within = jturnip.jit(fn, gpu_bytes)
+    assert_same(within(*map(jturnip.host, args)), jax.jit(fn)(*args), ulps)
+    assert within.last_run.peak_bytes <= gpu_bytes
+    return within
+
+
 def assert_bitwise(found: Any, expected: Any) -> None:
     """The same, bit for bit."""
     assert_same(found, expected, ulps=0)

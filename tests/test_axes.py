@@ -10,7 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import assert_same, memory_kinds, unconstrained_peak, whole_bytes
+from checks import (
+    assert_runs_in,
+    assert_same,
+    memory_kinds,
+    unconstrained_peak,
+    whole_bytes,
+)
 from flat import evaluated, flat_of
 from jax import lax
 from jax.experimental import sparse
@@ -800,10 +806,7 @@ def test_an_image_of_several_coils_is_cut_along_these(share: int):
 
     k, coils = lax.complex(*numbers(2, 16, 64, 64)), lax.complex(*numbers(2, 16, 64, 64))
     args = k, coils, (numbers(64, 64) > 0).astype(np.float32)
-    gpu_bytes = unconstrained_peak(steps, *args) // share
-    f = jturnip.jit(steps, gpu_bytes)
-    assert_same(f(*jturnip.host(args)), jax.jit(steps)(*args))
-    assert f.last_run.peak_bytes <= gpu_bytes
+    assert_runs_in(steps, args, unconstrained_peak(steps, *args) // share)
 
 
 def test_columns_that_a_driven_loop_begins_with_are_read_from_host_memory():
@@ -812,10 +815,7 @@ def test_columns_that_a_driven_loop_begins_with_are_read_from_host_memory():
     def powers(a: Any, x: Any) -> Any:
         return lax.fori_loop(0, 3, lambda _, v: jnp.tanh(a @ v), x[:, 0])
 
-    args, gpu_bytes = (numbers(500, 500) / 30, numbers(500, 300)), 400_000
-    f = jturnip.jit(powers, gpu_bytes)
-    assert_same(f(*jturnip.host(args)), jax.jit(powers)(*args))
-    assert f.last_run.peak_bytes <= gpu_bytes
+    assert_runs_in(powers, (numbers(500, 500) / 30, numbers(500, 300)), 400_000)
 
 
 def test_nothing_is_cut_where_all_is_small():

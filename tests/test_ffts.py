@@ -7,10 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import unconstrained_peak
+from checks import assert_runs_in, unconstrained_peak
 from flat import evaluated, flat_of
 
-import jturnip
 from jturnip.frontend import blocks, parts
 from jturnip.frontend.axes import Known, rules
 from jturnip.frontend.costs import DeviceRates
@@ -101,13 +100,7 @@ def smoothed(x: Any) -> Any:
 def test_a_transform_of_one_long_row(fn: Callable[..., Any], share: float):
     """It was refused."""
     x = array(60_000)
-    gpu_bytes = int(share * unconstrained_peak(fn, x))
-    f = jturnip.jit(fn, gpu_bytes)
-    found = f(jturnip.host(x))
-    assert f.last_run.peak_bytes <= gpu_bytes
-    expected = jax.jit(fn)(x)
-    tolerance = 16 * float(np.finfo(np.float32).eps) * float(jnp.max(jnp.abs(expected)))
-    np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance)
+    assert_runs_in(fn, [x], int(share * unconstrained_peak(fn, x)), ulps=16)
 
 
 def filtered(x: Any) -> Any:
@@ -126,13 +119,7 @@ def steps(x: Any) -> Any:
 @pytest.mark.parametrize(("fn", "share"), [(filtered, 0.5), (filtered, 0.25), (steps, 0.4)])
 def test_a_transform_larger_than_the_budget(fn: Callable[..., Any], share: float):
     x = array(256, 300)
-    gpu_bytes = int(share * unconstrained_peak(fn, x))
-    f = jturnip.jit(fn, gpu_bytes)
-    found = f(jturnip.host(x))
-    assert f.last_run.peak_bytes <= gpu_bytes
-    expected = jax.jit(fn)(x)
-    tolerance = 32 * float(np.finfo(np.float32).eps) * float(jnp.max(jnp.abs(expected)))
-    np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance)
+    assert_runs_in(fn, [x], int(share * unconstrained_peak(fn, x)), ulps=32)
 
 
 def chained(x: jax.Array) -> jax.Array:

@@ -8,12 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import assert_bitwise, assert_same, unconstrained_peak
+from checks import assert_bitwise, assert_runs_in, assert_same, unconstrained_peak
 from flat import evaluated, flat_of
 from hypothesis import given, settings, strategies as st
 from jax import lax
 
-import jturnip
 from jturnip.frontend.axes import Known
 from jturnip.frontend.choosing import Where
 from jturnip.frontend.grids import in_grids
@@ -177,8 +176,7 @@ RESULTS: dict[str, Callable[..., Any]] = {
 def test_results_are_values_of_their_own(name: str):
     """What is read from host memory, or is a part of another result, too."""
     fn, x = RESULTS[name], array(40_000)
-    f = jturnip.jit(fn, unconstrained_peak(fn, x) // 3)
-    assert_same(f(jturnip.host(x)), jax.jit(fn)(x))
+    f = assert_runs_in(fn, [x], unconstrained_peak(fn, x) // 3)
     assert f.last_run.strategy != "whole"
 
 
@@ -239,7 +237,4 @@ IN_A_BUDGET: dict[str, tuple[Callable[..., Any], Sequence[Any]]] = {
 def test_what_sorts_one_long_row_runs_in_a_part_of_its_peak(name: str, share: int):
     """All were refused."""
     fn, args = IN_A_BUDGET[name]
-    gpu_bytes = unconstrained_peak(fn, *args) // share
-    f = jturnip.jit(fn, gpu_bytes)
-    assert_same(f(*jturnip.host(tuple(args))), jax.jit(fn)(*args))
-    assert f.last_run.peak_bytes <= gpu_bytes
+    assert_runs_in(fn, args, unconstrained_peak(fn, *args) // share)

@@ -94,7 +94,8 @@ def in_grids(
     sorted_together = most_sorted(flat, arena // OF_ONE)
     few = tuple((k * sorted_together, 4) for k in _OF_SORTED) if sorted_together else ()
     for of_tile, of_panel in (*few, *_TILES):
-        grids = _Grids(flat, where, of_equation, arena, arena // of_tile, arena // of_panel)
+        sizes = arena, arena // of_tile, arena // of_panel
+        grids = _Grids(flat, where, of_equation, *sizes, sorts=bool(sorted_together))
         if grids.counts and grids.counts not in seen:
             seen.append(grids.counts)
             made = grids.result()
@@ -142,6 +143,7 @@ class _Grids:
         arena: int,
         tile_bytes: int,
         panel_bytes: int,
+        sorts: bool,
     ):
         self._flat = flat
         self._where = where
@@ -152,7 +154,6 @@ class _Grids:
         self._slices = {s.value: s for s in flat.slices}
         self._writer = {v: i for i, e in enumerate(flat.equations) for v in e.outputs}
         # Where no long row is sorted, longer tiles of narrow arrays moved more, not less.
-        sorts = most_sorted(flat, arena // OF_ONE)
         self._sides = _sides(flat, self.side, tile_bytes) if sorts else {}
         self._bounds = functools.cache(lambda n: _bounds(self._side_of(n), n))
         self._cuts = [
@@ -166,7 +167,7 @@ class _Grids:
             for at, v in enumerate(e.outputs)
         }
         self._in_order = TilesInOrder(
-            flat, self._builder, self._tile, self._columns, self._bounds, panel_bytes
+            flat, self._builder, self._tile, self._within, self._bounds, panel_bytes
         )
         # What was asked for, and equations on tiles as jaxprs.
         self._there: dict[Key, Any] = {}
@@ -266,8 +267,10 @@ class _Grids:
         rule = without_halos(rule)
         if is_made_in_order(e, types, self.side, self._arena // OF_ONE):
             in_order = rule_in_order(e, types)
-            if in_order is not None and needed(e) <= self._long(e, in_order).keys():
-                return _Cut(in_order, self._long(e, in_order))
+            if in_order is not None:
+                lengths = self._long(e, in_order)
+                if needed(e) <= lengths.keys():
+                    return _Cut(in_order, lengths)
         if rule is not None:
             lengths = self._done_together(e, rule, types, self._long(e, rule))
             if lengths:
@@ -411,13 +414,6 @@ class _Grids:
         }
         found = yield self._part, i, at_of(along)
         return found[at]
-
-    def _columns(self, v: int, column: int, bounds: tuple[int, int]) -> Making:
-        """Some columns of a matrix, of those that a tile has."""
-        del column
-        shape = self._type(v).shape
-        value = yield self._within, v, Window.of(shape).part(len(shape) - 1, *bounds)
-        return value
 
     def _is_there(self, v: int) -> bool:
         """Whether it is a large array in host memory."""

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 from jturnip.frontend import factors, sorting, stacks
 from jturnip.frontend.builder import Builder
 from jturnip.frontend.rules import InOrder
-from jturnip.frontend.values import Constant, Equation, FlatJaxpr, Type
+from jturnip.frontend.values import Constant, Equation, FlatJaxpr, Type, Window
 
 
 # What is made of tiles that are made before.
@@ -96,7 +96,7 @@ class TilesInOrder:
       flat: the function.
       builder: of the new one.
       tile: makes a tile of a value of `flat`.
-      columns: makes some columns of a matrix, of those that one tile has, by their bounds.
+      within: makes some positions of a value of `flat`.
       bounds: where tiles begin and end along a dimension of so many positions.
       panel_bytes: of a panel of an LU decomposition at most, unless it is one column.
     """
@@ -106,14 +106,14 @@ class TilesInOrder:
         flat: FlatJaxpr,
         builder: Builder,
         tile: Callable[[int, Tile], Making],
-        columns: Callable[[int, int, tuple[int, int]], Making],
+        within: Callable[[int, Window], Making],
         bounds: Callable[[int], Sequence[tuple[int, int]]],
         panel_bytes: int,
     ):
         self._flat = flat
         self._builder = builder
         self._tile = tile
-        self._columns = columns
+        self._within = within
         self._bounds = bounds
         self._panel_bytes = panel_bytes
         self._made: dict[Key, Any] = {}
@@ -297,7 +297,8 @@ class TilesInOrder:
         if not count:
             (v,) = self._flat.equations[i].inputs
             assert isinstance(v, int)
-            value = yield self._columns, v, *self.panels(i)[number]
+            shape, (_, columns) = self._flat.types[v].shape, self.panels(i)[number]
+            value = yield self._within, v, Window.of(shape).part(len(shape) - 1, *columns)
             return value
         left = yield self._panel, i, number, count - 1
         panel, order, _ = yield self._decomposed, i, count - 1

@@ -715,6 +715,31 @@ def test_no_way_is_looked_for_where_a_loop_that_stays_as_it_is_does_not_fit(
 
 
 @pytest.mark.long
+def test_tiles_are_not_smaller_for_a_loop_that_is_in_none(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Of matrices beside it, a sixteenth would be tens of thousands of equations."""
+    split = splitting.split
+    sizes: list[int] = []
+
+    def watched(flat: FlatJaxpr, *args: Any) -> Any:
+        sizes.append(len(flat.equations))
+        return split(flat, *args)
+
+    def fn(a: Any, b: Any, x: Any) -> Any:
+        done = jax.lax.while_loop(lambda x: x[0, 0] < 5, lambda x: jnp.tanh(x @ b) + 6, x)
+        return a @ a, a @ b, done
+
+    monkeypatch.setattr(splitting, "split", watched)
+    n = 256
+    a, b, x = np.random.default_rng(0).normal(size=(3, n, n)).astype(np.float32)
+    f = jturnip.jit(fn, gpu_bytes=4 * a.nbytes + 4096, strategy="turnip")
+    f(*map(jnp.asarray, (a, b, x)))
+    assert sizes
+    assert max(sizes) < 1000
+
+
+@pytest.mark.long
 def test_a_loop_is_not_refused_for_what_a_task_never_writes_down():
     """By itself it reads a matrix, and holds another that is made of it; in one task with
     what makes the first, XLA holds the second only."""

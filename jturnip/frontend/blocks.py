@@ -215,7 +215,7 @@ def cut_along_axes(
     if keep:
         yield from others
         return
-    grids = _ways_in_grids(flat, where, arena, known, effort)
+    grids = _ways_in_grids(flat, where, arena, known, effort, sofar)
     if has_in_order(flat, arena // OF_ONE) and not sofar.fits:
         for ways in grids:
             yield ways
@@ -289,10 +289,17 @@ def _tasks(ways: Ways) -> int:
 
 
 def _ways_in_grids(
-    flat: FlatJaxpr, where: Where, arena: int, known: Known, effort: Effort
+    flat: FlatJaxpr,
+    where: Where,
+    arena: int,
+    known: Known,
+    effort: Effort,
+    sofar: Sofar,
 ) -> Iterator[Ways]:
-    """The function with all that is large in tiles of one size."""
-    for cut in in_grids(flat, where, arena, known):
+    """The function with all that is large in tiles of one size; in smaller ones after that,
+    unless what needs too much is not in tiles."""
+    grids = in_grids(flat, where, arena, known)
+    while not sofar.loop_is_too_large and (cut := next(grids, None)) is not None:
         effort.looked_at(len(cut.equations))
         if not effort.is_too_much_for(len(cut.equations)) and _fits(cut, arena, where):
             yield Ways((cut,), in_grids=True)

@@ -59,3 +59,5 @@ class Sofar:
     # not looked for; and whether the fastest of these waits for what it moves.
     fits: bool = False
     waits: bool = False
+    # Whether a loop needed too much that is whole in tiles of whatever size.
+    loop_is_too_large: bool = False

@@ -405,6 +405,8 @@ class _Compared:
                 self.refusals.append(error.with_traceback(None))
                 if are_blocks(error.task):
                     times.append(error.needed_bytes / error.gpu_bytes)
+                is_loop = error.task in LOOPS_AND_BRANCHES
+                self.sofar.loop_is_too_large |= together.in_grids and is_loop
             except PlanningError:
                 if not self.found:
                     raise

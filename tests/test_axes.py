@@ -621,6 +621,7 @@ def test_sums_over_edges_grow_in_place():
     assert_same(found, jax.jit(convolved)(*args), ulps=2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("share", [pytest.param(4, marks=pytest.mark.slow), 7])
 def test_layers_of_a_graph_are_cut_though_all_hang_together(share: int):
     """The gradients of a layer read what its edges were sent, which is made of little."""

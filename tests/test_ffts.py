@@ -95,7 +95,7 @@ def smoothed(x: Any) -> Any:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("share", [0.5, 0.25])
+@pytest.mark.parametrize("share", [pytest.param(0.5, marks=pytest.mark.slow), 0.25])
 @pytest.mark.parametrize("fn", [jnp.fft.fft, smoothed])
 def test_a_transform_of_one_long_row(fn: Callable[..., Any], share: float):
     """It was refused."""

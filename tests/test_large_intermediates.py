@@ -23,12 +23,12 @@ QUICK = (
 )
 # The same for what tries many budgets; where much can be cut, that takes minutes, and is
 # done for some.
-VERY_QUICK = ("filtered by ffts",)
+VERY_QUICK = ("channels filtered along time",)
 SEARCHED = (
     *VERY_QUICK,
+    "filtered by ffts",
     "a gaussian process",
     "a product of matrices",
-    "channels filtered along time",
     "a stack of convolutions",
 )
 

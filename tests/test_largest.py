@@ -66,6 +66,7 @@ def test_places_that_have_too_few_bits_are_left():
     assert largest_as_blocks(flat, 1000).equations == flat.equations
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("share", [pytest.param(2, marks=pytest.mark.slow), 8])
 @pytest.mark.parametrize("fn", [lambda x: lax.top_k(jnp.sin(x), 50), jnp.argmin])
 def test_the_largest_of_one_long_row_run_in_a_part_of_its_peak(

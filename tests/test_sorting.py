@@ -132,6 +132,7 @@ def test_what_is_not_finite_is_sorted_to_the_ends():
     np.testing.assert_array_equal(found, np.sort(x))  # zeros of either sign are the same
 
 
+@pytest.mark.long
 @settings(max_examples=8, deadline=None)
 @given(st.integers(50, 400), st.integers(150, 800), st.integers(1, 50))
 def test_any_number_of_tiles_sorts(n: int, arena: int, different: int):
@@ -232,6 +233,7 @@ IN_A_BUDGET: dict[str, tuple[Callable[..., Any], Sequence[Any]]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("share", [pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("name", IN_A_BUDGET)
 def test_what_sorts_one_long_row_runs_in_a_part_of_its_peak(name: str, share: int):

@@ -157,7 +157,7 @@ def a_custom_vjp():
     return Case(fn, (weights(1)[0], normal(64, 64)))
 
 
-@program()
+@program(long=True)
 def a_fixed_point_with_a_custom_vjp():
     def iterate(f, x):
         far = lambda s: jnp.max(jnp.abs(s[0] - s[1])) > 1e-4

@@ -30,7 +30,7 @@ def python_branch_on_a_shape():
     return Case(fn, (normal(96, 64),))
 
 
-@program(thorough=True)
+@program(thorough=True, long=True)
 def scan_over_stacked_weights():
     def fn(x, stacked):
         def step(h, w):
@@ -53,7 +53,7 @@ def scan_backwards_and_unrolled():
     return Case(fn, (normal(64, 64), normal(16, 64, seed=1)))
 
 
-@program(one_task("scan"))
+@program(one_task("scan"), long=True)
 def scan_without_inputs():
     def fn(x):
         step = lambda carry, _: ((carry[1], carry[0] + carry[1]), carry[0])
@@ -91,7 +91,7 @@ def scan_with_a_tree_for_a_carry():
     return Case(fn, (normal(64, 64), normal(16, 64, seed=1)))
 
 
-@program(one_task("while"))
+@program(one_task("while"), long=True)
 def while_loop_with_a_data_dependent_end():
     def fn(x):
         return lax.while_loop(
@@ -134,7 +134,7 @@ def fori_loop_with_traced_bounds():
     return Case(fn, (normal(64, 64), weights(1)[0], 4))
 
 
-@program()
+@program(long=True)
 def fori_loop_that_fills_an_array():
     def fn(x):
         fill = lambda i, rows: rows.at[i].set(x[i] * i)

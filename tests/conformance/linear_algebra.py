@@ -56,7 +56,7 @@ def eigenvalues_of_a_symmetric_matrix():
     return Case(fn, (_positive(48),))
 
 
-@program()
+@program(long=True)
 def eigenvalues_of_any_matrix():
     def fn(a):
         values, vectors = jnp.linalg.eig(a)
@@ -65,7 +65,7 @@ def eigenvalues_of_any_matrix():
     return Case(fn, (_dominant(32),))
 
 
-@program()
+@program(long=True)
 def solving_a_linear_system():
     def fn(a, b):
         return jnp.linalg.solve(a, b) @ b, jnp.linalg.solve(a, b[:, 0])
@@ -73,7 +73,7 @@ def solving_a_linear_system():
     return Case(fn, (_dominant(), normal(64, 64)))
 
 
-@program()
+@program(long=True)
 def solving_a_triangular_system():
     def fn(a, b):
         low = jnp.tril(a)
@@ -83,7 +83,7 @@ def solving_a_triangular_system():
     return Case(fn, (_dominant(), normal(64, 64)))
 
 
-@program()
+@program(long=True)
 def inverse_and_determinant():
     def fn(a):
         return jnp.linalg.inv(a) @ a, jnp.linalg.slogdet(a), jnp.linalg.det(a / 4)
@@ -91,12 +91,12 @@ def inverse_and_determinant():
     return Case(fn, (_dominant(),))
 
 
-@program(one_task("scan"))
+@program(one_task("scan"), long=True)
 def a_matrix_exponential():
     return Case(lambda a: jsl.expm(a, max_squarings=0) @ a, (weights(1, 32)[0],))
 
 
-@program()
+@program(long=True)
 def a_gradient_of_a_solve():
     def fn(a, b):
         return jax.grad(lambda a, b: jnp.sum(jnp.linalg.solve(a, b) ** 2), (0, 1))(a, b)

@@ -151,7 +151,7 @@ def mixed_precision():
     return Case(fn, (weights(3), normal(64, 64)))
 
 
-@program()
+@program(long=True)
 def a_ragged_product():
     def fn(x, experts, sizes):
         return lax.ragged_dot(x, experts, sizes) @ experts[0], x.sum(0)

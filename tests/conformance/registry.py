@@ -103,6 +103,8 @@ class Program:
     thorough: bool = False
     # In how much time it must be done where nothing else runs: no program may hang.
     seconds: int = 60
+    # Whether it takes seconds: CI runs it with the newest jax only.
+    long: bool = False
     # What must be entered around all of it.
     context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     # What it needs of jax that not every supported version has, as a dotted name.

@@ -21,12 +21,15 @@ def _title(program: Program) -> str:
 _A_MINUTE = 60
 
 
+def _marks(program: Program) -> list[pytest.MarkDecorator]:
+    is_slow = program.seconds > _A_MINUTE
+    found = {pytest.mark.slow: is_slow, pytest.mark.long: program.long}
+    return [mark for mark, is_so in found.items() if is_so]
+
+
 @pytest.mark.parametrize(
     "program",
-    [
-        pytest.param(p, marks=[pytest.mark.slow] if p.seconds > _A_MINUTE else [])
-        for p in PROGRAMS
-    ],
+    [pytest.param(p, marks=_marks(p)) for p in PROGRAMS],
     ids=_title,
 )
 def test_a_program_does_as_under_jax_jit(program: Program):

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import whole_bytes
+from checks import assert_same, whole_bytes
 from flat import flat_of
 
 import jturnip
@@ -737,6 +737,33 @@ def test_tiles_are_not_smaller_for_a_loop_that_is_in_none(
     f(*map(jnp.asarray, (a, b, x)))
     assert sizes
     assert max(sizes) < 1000
+
+
+@pytest.mark.long
+def test_a_few_rows_of_scores_at_a_time_are_not_all_that_is_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Keys and values of a group leave room for seven; in parts along the keys as well it
+    takes a fraction of the time."""
+
+    def attention(q: Any, k: Any, v: Any) -> Any:
+        scores = jnp.einsum("ghqd,gkd->ghqk", q, k)
+        return jnp.einsum("ghqk,gkd->ghqd", jax.nn.softmax(scores), v)
+
+    random = np.random.default_rng(0)
+    q, k, v = (
+        random.normal(size=(2, *heads, 2048, 16)).astype(np.float32) / 4
+        for heads in ((4,), (), ())
+    )
+    gpu_bytes = (2 * q.nbytes + k.nbytes + v.nbytes) // 4
+    seconds = []
+    for long in (ways._LONG_IN_BLOCKS, math.inf):
+        monkeypatch.setattr(ways, "_LONG_IN_BLOCKS", long)
+        f = jturnip.jit(functools.partial(attention), gpu_bytes)
+        # Sums of 2048 numbers in another order.
+        assert_same(f(*jturnip.host((q, k, v))), jax.jit(attention)(q, k, v), ulps=64)
+        seconds.append(f.lower(*jturnip.host((q, k, v))).plan.predicted_seconds)
+    assert seconds[0] < seconds[1] / 2
 
 
 @pytest.mark.long

@@ -109,6 +109,8 @@ class Ways:
     anew: bool = False
     again: Again | None = None
     keeps: bool = False
+    # Whether blocks have few positions.
+    thin: bool = False
     # Whether windows slide over tiles that overlap: what is between does not move; and
     # whether all that does not fit is in tiles, each done once.
     in_tiles: bool = False
@@ -498,6 +500,7 @@ def _ways_in(
         tuple(form for each in forms for form in each.forms),
         again=next((each.again for each in forms if each.again), None),
         keeps=any(each.keeps for each in forms),
+        thin=any(each.thin for each in forms),
         left_out=left_out,
     )
 
@@ -505,13 +508,14 @@ def _ways_in(
 @dataclass(frozen=True, slots=True)
 class _Forms:
     """What a function becomes: one form or two, or none where these would have too many
-    equations; what was cut how, what loops over blocks make anew in it, and whether tasks
-    keep such."""
+    equations; what was cut how, what loops over blocks make anew in it, whether tasks keep
+    such, and whether blocks have few positions."""
 
     forms: tuple[FlatJaxpr, ...]
     how: tuple[tuple[Any, ...], ...]
     again: Again | None
     keeps: bool
+    thin: bool = False
 
     @property
     def equations(self) -> float:
@@ -536,7 +540,7 @@ def _cut(flat: FlatJaxpr, room: Room, eager: int, search: Search) -> _Forms:
         how.append(again.how)
     found = cut_once(cut, room, False, search)
     forms = (found.cut,) if found.materialized is None else (found.materialized, found.cut)
-    return _Forms(forms, (*how, found.how), found.again, keeps)
+    return _Forms(forms, (*how, found.how), found.again, keeps, found.thin)
 
 
 def _fine_and_coarse(

@@ -79,6 +79,8 @@ _MOST_READERS = 8
 _ROOM_FOR_BLOCKS = 8
 # What takes less than one over so much of the budget is little.
 _LITTLE = 16
+# Blocks of fewer positions than so many are hardly worth what it takes to begin with each.
+_THIN = 16
 # Axes of so many of the largest values are looked at.
 _SEEDS = 3
 # Of more equations than so many, each once for every loop, it is not looked at what each
@@ -243,6 +245,8 @@ class Found:
     # read with their halos.
     keeps: bool = False
     slides: bool = False
+    # Whether blocks have few positions.
+    thin: bool = False
     # Whether it would become too many equations to be looked at; it is as it was then.
     too_many: bool = False
     # What `Search` counts.
@@ -283,7 +287,8 @@ def _cut_anew(
     again = functools.reduce(Again.__add__, each) if each else None
     keeps = any(isinstance(c, Tasks) and c.kept for c in cuttings)
     slides = any(c.stretch.halos for c in cuttings)
-    found = Found(cut, how, again=again, keeps=keeps, slides=slides)
+    thin = any(isinstance(c, Blocks) and c.size < _THIN for c in cuttings)
+    found = Found(cut, how, again=again, keeps=keeps, slides=slides, thin=thin)
     if written == cuttings:
         return found
     materialized, _ = _with_cuttings(stretches, written, search)

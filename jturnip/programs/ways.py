@@ -94,6 +94,12 @@ _WITH_BORDERS = 1.6
 # what its tasks do by themselves: a scan by halves that did not fit took 1.6 to 3.9 times,
 # and five times what it takes as it is; convolutions and their gradients at most 1.3.
 _HARDLY_WAITS = 1.35
+# Where blocks have few positions, and what is cut so takes so many seconds, other ways are
+# compared: attention that was left four to eight rows of its scores at a time took 4 and 11
+# times as long as over tasks in which its keys are cut, too. Those of so many times the
+# equations took long to plan, and were not faster.
+_LONG_IN_BLOCKS = 0.05
+_TIMES_THIN = 32
 # So many ways are looked at for one in which nothing moves twice.
 _FIRST_WAYS = 8
 
@@ -330,6 +336,8 @@ class _Compared:
     fit: list[Ways] = field(default_factory=list)
     # Whether others may be much faster, since they keep what those found make anew.
     gains: bool = False
+    # Whether all that was found is in blocks of few positions, and takes long.
+    thin: bool = False
 
     @property
     def best(self) -> Straight:
@@ -361,7 +369,8 @@ class _Compared:
             is_good = together.keeps or (together.in_grids and len(new) > before)
             enough |= is_good and bool(new) and not waits(_fastest(new))
             if enough or any(
-                made.plan.predicted_seconds <= most or moves_little(made.plan, self.flat)
+                made.plan.predicted_seconds <= most
+                or (moves_little(made.plan, self.flat) and not self.thin)
                 for made in new
             ):
                 break
@@ -413,17 +422,20 @@ class _Compared:
             except TooManyTasks:
                 count += 1
             else:
-                self._take(made)
+                self._take(made, together.thin)
                 count += 1
         if times and not count:
             self.sofar.times = min(times)
         return count
 
-    def _take(self, made: Straight) -> None:
+    def _take(self, made: Straight, thin: bool) -> None:
+        long = made.plan.predicted_seconds > _LONG_IN_BLOCKS
+        self.thin = thin and long and (self.thin or not self.found)
         self.found.append(made)
         self.new.append(made)
         self.sofar.fits, self.sofar.waits = True, waits(self.best)
-        most = _TIMES_FEWEST * len(made.flat.equations)
+        times = _TIMES_THIN if self.thin else _TIMES_FEWEST
+        most = times * len(made.flat.equations)
         self.sofar.most_equations = min(most, self.sofar.most_equations)
 
     def _most_executables(self, cut: FlatJaxpr) -> float:
@@ -434,7 +446,7 @@ class _Compared:
             known = [len(made.flat.equations) for made in self.found]
             return 0 if len(cut.equations) in known else math.inf
         best = self.best
-        if _has_much_to_gain(best):
+        if self.thin or _has_much_to_gain(best):
             return math.inf
         if len(cut.equations) == len(best.flat.equations):
             return 0

@@ -22,9 +22,8 @@ _A_MINUTE = 60
 
 
 def _marks(program: Program) -> list[pytest.MarkDecorator]:
-    is_slow = program.seconds > _A_MINUTE
-    found = {pytest.mark.slow: is_slow, pytest.mark.long: program.long}
-    return [mark for mark, is_so in found.items() if is_so]
+    slow = [pytest.mark.slow] if program.seconds > _A_MINUTE else []
+    return [*slow, pytest.mark.long] if program.long else slow
 
 
 @pytest.mark.parametrize(

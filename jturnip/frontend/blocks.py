@@ -24,7 +24,7 @@ from jturnip.frontend.choosing import Room, Search, Where as Where, cut_once
 from jturnip.frontend.costs import WRITTEN, DeviceRates
 from jturnip.frontend.effort import Effort, Sofar
 from jturnip.frontend.factors import of_panel
-from jturnip.frontend.grids import OF_ONE, in_grids
+from jturnip.frontend.grids import OF_ONE, have_short_dims, in_grids
 from jturnip.frontend.in_order import IN_ORDER, has_in_order, rule_in_order
 from jturnip.frontend.largest import largest_as_blocks
 from jturnip.frontend.materializing import Again
@@ -32,6 +32,7 @@ from jturnip.frontend.repeats import repeated
 from jturnip.frontend.rules import Rule
 from jturnip.frontend.running import rows_as_blocks
 from jturnip.frontend.shifting import shifted
+from jturnip.frontend.short import points_as_choices
 from jturnip.frontend.slices import sliced_on_host
 from jturnip.frontend.tall import tall_as_blocks
 from jturnip.frontend.tiling import in_tiles, of_each_example
@@ -218,7 +219,9 @@ def cut_along_axes(
         yield from others
         return
     grids = _ways_in_grids(flat, where, arena, known, effort, sofar)
-    if has_in_order(flat, arena // OF_ONE) and not sofar.fits:
+    of_one = arena // OF_ONE
+    best_in_tiles = has_in_order(flat, of_one) or have_short_dims(flat, of_one)
+    if best_in_tiles and not sofar.fits:
         for ways in grids:
             yield ways
             if sofar.fits:
@@ -228,7 +231,9 @@ def cut_along_axes(
 
 
 def _as_blocks(flat: FlatJaxpr, arena: int) -> FlatJaxpr:
-    """The function with what is done along all of a row or a column done by blocks."""
+    """The function with what is done along all of a row or a column done by blocks, and
+    with what is done at one position done at each."""
+    flat = points_as_choices(flat, arena // OF_ONE)
     flat = largest_as_blocks(rows_as_blocks(flat, arena), arena)
     return tall_as_blocks(flat, arena)
 

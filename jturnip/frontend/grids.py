@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +42,7 @@ from jturnip.frontend.in_order import (
 )
 from jturnip.frontend.results import live
 from jturnip.frontend.rules import SAME, Along, InOrder, Rule, without_halos
+from jturnip.frontend.short import SHORT, has_short_dims
 from jturnip.frontend.values import (
     Atom,
     Constant,
@@ -153,19 +155,20 @@ class _Grids:
         self._builder = Builder.of(dataclasses.replace(flat, equations=()))
         self._slices = {s.value: s for s in flat.slices}
         self._writer = {v: i for i, e in enumerate(flat.equations) for v in e.outputs}
-        # Where no long row is sorted, longer tiles of narrow arrays moved more, not less.
-        self._sides = _sides(flat, self.side, tile_bytes) if sorts else {}
+        # Else longer tiles of narrow arrays moved more, not less.
+        self._short = not sorts and have_short_dims(flat, tile_bytes)
+        narrow = sorts or self._short
+        self._sides = _sides(flat, self.side, tile_bytes) if narrow else {}
         self._bounds = functools.cache(lambda n: _bounds(self._side_of(n), n))
-        self._cuts = [
-            self._cut(e, rule) if self.side else None
-            for e, rule in zip(flat.equations, of_equation, strict=True)
-        ]
-        # Value → the dimensions along which it is made in tiles.
-        self._dims = {
-            v: cut.dims(cut.rule.results[at]) if cut else frozenset[int]()
-            for e, cut in zip(flat.equations, self._cuts, strict=True)
-            for at, v in enumerate(e.outputs)
-        }
+        # How each equation is done; and value → the dimensions along which it is made in
+        # tiles.
+        self._cuts: list[_Cut | None] = []
+        self._dims: dict[int, frozenset[int]] = {}
+        for e, rule in zip(flat.equations, of_equation, strict=True):
+            cut = self._cut(e, rule) if self.side else None
+            self._cuts.append(cut)
+            for at, v in enumerate(e.outputs):
+                self._dims[v] = cut.dims(cut.rule.results[at]) if cut else frozenset()
         self._in_order = TilesInOrder(
             flat, self._builder, self._tile, self._within, self._bounds, panel_bytes
         )
@@ -183,6 +186,8 @@ class _Grids:
         lengths = {n for cut in self._cuts if cut for n in cut.lengths.values()}
         try:
             tiles = [(n, len(self._bounds(n))) for n in sorted(lengths)]
+            short = max(map(_short_labels, self._cuts), default=0) if self._short else 0
+            tiles.extend([(SHORT, short)] if short else [])
             return [*tiles, *((i, len(self._in_order.panels(i))) for i in self._lus())]
         except _CannotBe:
             return None
@@ -273,6 +278,8 @@ class _Grids:
                     return _Cut(in_order, lengths)
         if rule is not None:
             lengths = self._done_together(e, rule, types, self._long(e, rule))
+            if self._short:
+                lengths |= self._chosen_short(e, rule, types, lengths)
             if lengths:
                 return _Cut(rule, lengths)
         return view
@@ -283,7 +290,33 @@ class _Grids:
         types = [*self._flat.operand_types(e), *(self._type(v) for v in e.outputs)]
         labels = (*rule.operands, *rule.results)
         lengths = _lengths(list(zip(types, labels, strict=True)))
-        return {x: n for x, n in lengths.items() if n > self._side_of(n)}
+        return {x: n for x, n in lengths.items() if self._is_long(n)}
+
+    def _chosen_short(
+        self, e: Equation, rule: Rule, types: Sequence[Type], long: Mapping[int, int]
+    ) -> dict[int, int]:
+        """The short labels along which an equation is cut so that tiles are small enough:
+        those along which what it reads is, then the first ones of its results."""
+        results = [self._type(v) for v in e.outputs]
+        sides = list(zip((*results, *types), (*rule.results, *rule.operands), strict=True))
+        lengths = {x: n for x, n in _lengths(sides).items() if 1 < n <= SHORT}
+        lengths = self._done_together(e, rule, types, lengths)
+        read = zip(e.inputs, rule.operands, strict=True)
+        before = {
+            labels[d]
+            for v, labels in read
+            if not isinstance(v, Constant)
+            for d in self._dims.get(v, ())
+        }
+        in_order = dict.fromkeys(x for _, labels in sides for x in labels if x in lengths)
+        chosen: dict[int, int] = {}
+        for x in sorted(in_order, key=lambda x: (x not in before, x in rule.reduced)):
+            count = lambda y: len(self._bounds(chosen.get(y, long.get(y, 1))))
+            tile_bytes = (t.nbytes / math.prod(map(count, labels)) for t, labels in sides)
+            if max(tile_bytes) <= self._least:
+                break
+            chosen[x] = lengths[x]
+        return chosen
 
     def _view(self, e: Equation, types: Sequence[Type], result: Type) -> _View | None:
         """How an equation is done by windows of its operands, if it can be."""
@@ -294,15 +327,30 @@ class _Grids:
             return None  # of what is transposed first
         if e.name == "slice" and any(x != 1 for x in params["strides"] or ()):
             return None
-        dims = {d: n for d, n in enumerate(result.shape) if n > self._side_of(n)}
+        dims = {d: n for d, n in enumerate(result.shape) if self._is_long(n)}
         if e.name == "reshape":  # what is next to one another stays so
-            first = _first_long(result)
-            dims = {d: n for d, n in dims.items() if d == first}
+            first = self._leading(result)
+            dims = {d: result.shape[d] for d in first}
         if not dims and e.name != "slice":
             return None
         labels = tuple(range(len(result.shape)))
         whole = tuple((None,) * len(t.shape) for t in types)
         return _View(Rule(whole, (labels,)), dims)
+
+    def _leading(self, t: Type) -> Iterator[int]:
+        """The first dimensions of a value that are cut, each but the last into single
+        positions, so that tiles are small enough and what is in one is next to one
+        another."""
+        tile_bytes = t.nbytes
+        for d, n in enumerate(t.shape):
+            is_short = self._short and n <= SHORT
+            if n == 1 or (is_short and tile_bytes <= self._least):
+                continue
+            if is_short or self._is_long(n):
+                yield d
+            if not is_short:
+                return
+            tile_bytes //= n
 
     def _done_together(
         self, e: Equation, rule: Rule, types: Sequence[Type], lengths: Mapping[int, int]
@@ -332,8 +380,14 @@ class _Grids:
             return self._side_of(n)
 
     def _side_of(self, n: int) -> int:
-        """How long tiles are about along dimensions of `n` positions."""
+        """How long tiles are about along dimensions of `n` positions that are cut."""
+        if self._short and n <= SHORT:
+            return 1
         return self._sides.get(n, self.side)
+
+    def _is_long(self, n: int) -> bool:
+        """Whether a dimension of `n` positions is cut wherever it can be."""
+        return n > self._sides.get(n, self.side)
 
     def _tiles(self, t: Type, dims: frozenset[int]) -> Iterator[Tile]:
         """All tiles of a value that is cut along some dimensions."""
@@ -392,18 +446,19 @@ class _Grids:
             dims = frozenset[int]()
         else:
             dims = self._dims[v]
+        other = lambda d, k: (*tile[:d], k, *tile[d + 1 :])
+        whole = (d for d in dims if tile[d] is None)
+        for d in sorted(whole):  # of parts of tiles, if need be
+            pieces = []
+            for k in range(len(self._bounds(t.shape[d]))):
+                piece = yield self._tile, v, other(d, k)
+                pieces.append(piece)
+            return self._builder.joined(pieces, d, self._calls(v))
         for d, at in enumerate(tile):
-            other = lambda k, d=d: (*tile[:d], k, *tile[d + 1 :])
             if at is not None and d not in dims:  # it is not made in such tiles
-                more = yield self._tile, v, other(None)
+                more = yield self._tile, v, other(d, None)
                 bounds = self._bounds(t.shape[d])[at]
                 return self._builder.part_of(more, d, bounds, self._calls(v))
-            if at is None and d in dims:
-                pieces = []
-                for k in range(len(self._bounds(t.shape[d]))):
-                    piece = yield self._tile, v, other(k)
-                    pieces.append(piece)
-                return self._builder.joined(pieces, d, self._calls(v))
         i = self._writer[v]
         cut, at = self._cuts[i], self._flat.equations[i].outputs.index(v)
         labels = cut.rule.results[at] if cut else ()
@@ -503,26 +558,26 @@ class _Grids:
         return self._builder.joined(pieces, dim, e.within)
 
     def _in_another_shape(self, e: Equation, t: Type, window: Window) -> Making:
-        """Some rows of a result, from the rows of the operand that have their numbers."""
+        """Some numbers next to one another of a result, from the part of the operand that
+        has them."""
         (v,) = e.inputs
         assert isinstance(v, int)
-        given = self._type(v)
-        dim, first = _first_long(given), _first_long(t)
-        of_row, of_result = (
-            math.prod(each.shape) // each.shape[d] for each, d in ((given, dim), (t, first))
-        )
-        begin, end = (k * of_result for k in window.bounds[first])
-        rows = begin // of_row, -(-end // of_row)
-        piece = yield self._within, v, Window.of(given.shape).part(dim, *rows)
         shape = tuple(b - a for a, b in window.bounds)
-        before = Constant.position(begin - rows[0] * of_row)
+        strides = itertools.accumulate(reversed(t.shape[1:]), operator.mul, initial=1)
+        of_first = zip(window.bounds, reversed([*strides]), strict=True)
+        begin = sum(a * stride for (a, _), stride in of_first)
+        size = math.prod(shape)
+        part, skipped = _part_with(self._type(v).shape, begin, begin + size)
+        piece = yield self._within, v, part
+        before, given = Constant.position(skipped), self._builder.types[piece]
+        if math.prod(given.shape) == size:
+            closed = jax.make_jaxpr(lambda x: lax.reshape(x, shape))(given.struct())
+            return self._builder.one(closed, (piece,), e.within)
 
         def function(x: Any, before: Any) -> Any:
-            flat = lax.dynamic_slice_in_dim(x.reshape(-1), before, end - begin)
-            return flat.reshape(shape)
+            return lax.dynamic_slice_in_dim(x.reshape(-1), before, size).reshape(shape)
 
-        types = self._builder.types[piece].struct(), before.type.struct()
-        closed = jax.make_jaxpr(function)(*types)
+        closed = jax.make_jaxpr(function)(given.struct(), before.type.struct())
         return self._builder.one(closed, (piece, before), e.within)
 
     def _within(self, v: int, window: Window) -> Making:
@@ -615,6 +670,16 @@ class _Grids:
         return self._builder.ours(self._jaxprs[key], (position, *operands), e.within)
 
 
+def have_short_dims(flat: FlatJaxpr, least: int) -> bool:
+    """Whether there are values of more than so many bytes with many short dimensions."""
+    return any(t.nbytes > least and has_short_dims(t) for t in flat.types)
+
+
+def _short_labels(cut: _Cut | None) -> int:
+    """Along how many short labels an equation is cut."""
+    return sum(n <= SHORT for n in cut.lengths.values()) if cut else 0
+
+
 def _sides(flat: FlatJaxpr, side: int, tile_bytes: int) -> dict[int, int]:
     """How long tiles of so many bytes may be along dimensions of so many positions, where
     others are cut into sides: longer where all that have such a dimension are narrow."""
@@ -670,9 +735,18 @@ def _first_label(e: Equation, cut: _Cut) -> int:
     return next(iter(cut.reduced or cut.lengths))
 
 
-def _first_long(t: Type) -> int:
-    """The first dimension of more than one position."""
-    return next((d for d, n in enumerate(t.shape) if n > 1), 0)
+def _part_with(shape: Sequence[int], begin: int, end: int) -> tuple[Window, int]:
+    """The smallest part of an array that has its numbers from one to another, in the order
+    in which they lie, and is one window; and how many before them it has."""
+    bounds, stride = [(0, n) for n in shape], math.prod(shape)
+    for d, n in enumerate(shape):
+        stride //= n
+        first, past = begin // stride, -(-end // stride)
+        bounds[d] = first, past
+        begin, end = begin - first * stride, end - first * stride
+        if past - first > 1:
+            break
+    return Window(tuple(bounds)), begin
 
 
 def _all(t: Type) -> Tile:

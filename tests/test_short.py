@@ -74,9 +74,21 @@ def energy(angles: Any, state: Any) -> Any:
     return jnp.vdot(state, of_two(state, NEGATED, 2, 5)).real
 
 
+def by_slices(angles: Any, state: Any) -> Any:
+    """Phases, swaps and choices, each on a half of a state."""
+    for q in range(QUBITS):
+        zero, one = (jnp.take(state, k, axis=q) for k in range(2))
+        zero, one = zero, one * jnp.exp(1j * angles[0, q])
+        state = jnp.stack([zero, one], axis=q)
+    state = jnp.flip(state, (1, 4))
+    turned = lax.slice_in_dim(state, 1, 2, axis=3) * 1j
+    return jnp.concatenate([lax.slice_in_dim(state, 0, 1, axis=3), turned], axis=3)
+
+
 FUNCTIONS: dict[str, tuple[Callable[..., Any], list[Any]]] = {
     "a circuit": (circuit, [ANGLES, STATE]),
     "likelihoods": (likelihoods, [ANGLES]),
+    "by slices": (by_slices, [ANGLES, STATE]),
     "a state in a row": (of_rows, [ANGLES, STATE.reshape(-1)]),
     "an expectation": (expectation, [ANGLES, STATE]),
     "gradients of an energy": (jax.grad(energy), [ANGLES, STATE.reshape(-1)]),

@@ -277,9 +277,11 @@ class _Grids:
                 if needed(e) <= lengths.keys():
                     return _Cut(in_order, lengths)
         if rule is not None:
-            lengths = self._done_together(e, rule, types, self._long(e, rule))
+            together = functools.partial(self._done_together, e, rule, types)
+            lengths = together(self._long(e, rule))
             if self._short:
-                lengths |= self._chosen_short(e, rule, types, lengths)
+                short = together(self._short_lengths(e, rule))
+                lengths |= self._chosen_short(e, rule, lengths, short)
             if lengths:
                 return _Cut(rule, lengths)
         return view
@@ -287,20 +289,25 @@ class _Grids:
     def _long(self, e: Equation, rule: Rule) -> dict[int, int]:
         """The labels of an equation along which there are several tiles, and their
         lengths."""
-        types = [*self._flat.operand_types(e), *(self._type(v) for v in e.outputs)]
-        labels = (*rule.operands, *rule.results)
-        lengths = _lengths(list(zip(types, labels, strict=True)))
+        lengths = _lengths(self._sides_of(e, rule))
         return {x: n for x, n in lengths.items() if self._is_long(n)}
 
+    def _short_lengths(self, e: Equation, rule: Rule) -> dict[int, int]:
+        """The labels of an equation of a few positions, and of how many."""
+        lengths = _lengths(self._sides_of(e, rule))
+        return {x: n for x, n in lengths.items() if 1 < n <= SHORT}
+
+    def _sides_of(self, e: Equation, rule: Rule) -> list[tuple[Type, Sequence[int | None]]]:
+        """The types of its results and operands, each with its labels."""
+        types = (*map(self._type, e.outputs), *self._flat.operand_types(e))
+        return list(zip(types, (*rule.results, *rule.operands), strict=True))
+
     def _chosen_short(
-        self, e: Equation, rule: Rule, types: Sequence[Type], long: Mapping[int, int]
+        self, e: Equation, rule: Rule, long: Mapping[int, int], lengths: Mapping[int, int]
     ) -> dict[int, int]:
-        """The short labels along which an equation is cut so that tiles are small enough:
-        those along which what it reads is, then the first ones of its results."""
-        results = [self._type(v) for v in e.outputs]
-        sides = list(zip((*results, *types), (*rule.results, *rule.operands), strict=True))
-        lengths = {x: n for x, n in _lengths(sides).items() if 1 < n <= SHORT}
-        lengths = self._done_together(e, rule, types, lengths)
+        """Those of its short labels along which an equation is cut so that tiles are small
+        enough: along which what it reads is cut, then the first ones of its results."""
+        sides = self._sides_of(e, rule)
         read = zip(e.inputs, rule.operands, strict=True)
         before = {
             labels[d]
@@ -308,7 +315,8 @@ class _Grids:
             if not isinstance(v, Constant)
             for d in self._dims.get(v, ())
         }
-        in_order = dict.fromkeys(x for _, labels in sides for x in labels if x in lengths)
+        all_labels = itertools.chain(*(labels for _, labels in sides))
+        in_order = dict.fromkeys(x for x in all_labels if x is not None and x in lengths)
         chosen: dict[int, int] = {}
         for x in sorted(in_order, key=lambda x: (x not in before, x in rule.reduced)):
             count = lambda y: len(self._bounds(chosen.get(y, long.get(y, 1))))
@@ -331,11 +339,12 @@ class _Grids:
         if e.name == "reshape":  # what is next to one another stays so
             first = self._leading(result)
             dims = {d: result.shape[d] for d in first}
+        rule = _of_positions(types, result)
+        if self._short and e.name != "reshape":
+            dims |= self._chosen_short(e, rule, dims, self._short_lengths(e, rule))
         if not dims and e.name != "slice":
             return None
-        labels = tuple(range(len(result.shape)))
-        whole = tuple((None,) * len(t.shape) for t in types)
-        return _View(Rule(whole, (labels,)), dims)
+        return _View(rule, dims)
 
     def _leading(self, t: Type) -> Iterator[int]:
         """The first dimensions of a value that are cut, each but the last into single
@@ -724,6 +733,17 @@ def _lengths(sides: Sequence[tuple[Type, Sequence[int | None]]]) -> dict[int, in
 def _goes_by_one_position(e: Equation) -> bool:
     """Whether an equation must be told where a part begins along each label."""
     return parts.goes_by_position(e) and e.name not in ("iota", "gather")
+
+
+def _of_positions(types: Sequence[Type], result: Type) -> Rule:
+    """The rule of what takes positions of its operands, or puts them together: along
+    dimensions that have all of them."""
+    labels = tuple(range(len(result.shape)))
+    of = lambda t: tuple(
+        d if d < len(result.shape) and n == result.shape[d] else None
+        for d, n in enumerate(t.shape)
+    )
+    return Rule(tuple(map(of, types)), (labels,))
 
 
 def _first_label(e: Equation, cut: _Cut) -> int:

@@ -1,5 +1,6 @@
 """Arrays of many short dimensions, as the states of qubits are."""
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -150,8 +151,9 @@ def test_a_number_that_is_set_is_one_of_a_choice(add: bool, mode: str):
 
     x = RANDOM.normal(size=(2, 3, 1, 2, 4, 2, 3)).astype(np.float32)
     inside, outside = (1, 2, 0, 0, 3, 1, 0), (1, 2, 0, 0, 5, 1, 0)
-    for at in (inside, outside)[: 1 if mode == "promise_in_bounds" else 2]:
-        args = x, np.asarray(at, np.int32)
+    places = (inside, outside)[: 1 if mode == "promise_in_bounds" else 2]
+    for at, dtype in itertools.product(places, (np.int32, np.uint8)):
+        args = x, np.asarray(at, dtype)
         flat = flat_of(fn, *args)
         made = points_as_choices(flat, 64)
         assert any("scatter" in e.name for e in flat.equations)

@@ -277,11 +277,11 @@ class _Grids:
                 if needed(e) <= lengths.keys():
                     return _Cut(in_order, lengths)
         if rule is not None:
-            together = functools.partial(self._done_together, e, rule, types)
-            lengths = together(self._long(e, rule))
-            if self._short:
-                short = together(self._short_lengths(e, rule))
-                lengths |= self._chosen_short(e, rule, lengths, short)
+            long, short = self._long(e, rule), self._short_lengths(e, rule)
+            together = self._done_together(e, rule, types, long | short)
+            lengths = {x: n for x, n in together.items() if x in long}
+            short = {x: n for x, n in together.items() if x in short}
+            lengths |= self._chosen_short(e, rule, lengths, short)
             if lengths:
                 return _Cut(rule, lengths)
         return view
@@ -293,8 +293,9 @@ class _Grids:
         return {x: n for x, n in lengths.items() if self._is_long(n)}
 
     def _short_lengths(self, e: Equation, rule: Rule) -> dict[int, int]:
-        """The labels of an equation of a few positions, and of how many."""
-        lengths = _lengths(self._sides_of(e, rule))
+        """The labels of an equation of a few positions, and of how many, where there are
+        arrays that are to be cut along them."""
+        lengths = _lengths(self._sides_of(e, rule)) if self._short else {}
         return {x: n for x, n in lengths.items() if 1 < n <= SHORT}
 
     def _sides_of(self, e: Equation, rule: Rule) -> list[tuple[Type, Sequence[int | None]]]:
@@ -340,7 +341,7 @@ class _Grids:
             first = self._leading(result)
             dims = {d: result.shape[d] for d in first}
         rule = _of_positions(types, result)
-        if self._short and e.name != "reshape":
+        if e.name != "reshape":
             dims |= self._chosen_short(e, rule, dims, self._short_lengths(e, rule))
         if not dims and e.name != "slice":
             return None

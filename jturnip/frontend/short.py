@@ -65,7 +65,7 @@ def _chosen(e: Equation, types: Sequence[Type]) -> Any:
         at = [jnp.zeros((), indices.dtype)] * x.ndim
         for column, d in enumerate(dims):
             index = indices[column]
-            at[d] = lax.clamp(0, index, x.shape[d] - 1) if clips else index
+            at[d] = jnp.clip(index, 0, x.shape[d] - 1) if clips else index
         is_there = jnp.ones((), bool)
         for d, index in enumerate(at):
             is_there &= lax.broadcasted_iota(indices.dtype, x.shape, d) == index

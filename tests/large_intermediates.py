@@ -799,6 +799,22 @@ def a_correlation_of_ranks(x: Any, y: Any) -> Any:
     return jnp.corrcoef(ranks(x), ranks(y))[0, 1]
 
 
+@case((long(2**14),), (3, 2, 2))
+def gates_on_qubits(state: Any, gates: Any) -> Any:
+    """Of each, and of neighbours; a qubit more for each doubling."""
+    n = state.size.bit_length() - 1
+    state = state.reshape((2,) * n)
+    for q in range(n):
+        state = jnp.moveaxis(jnp.tensordot(gates[q % 3], state, [[1], [q]]), 0, q)
+    flipped = jnp.stack([gates[0], gates[1]])  # one that the other qubit chooses
+    for q in range(n - 1):
+        chosen = jnp.einsum(
+            "cij,cj...->ci...", flipped, jnp.moveaxis(state, (q, q + 1), (0, 1))
+        )
+        state = jnp.moveaxis(chosen, (0, 1), (q, q + 1))
+    return jnp.abs(state).reshape(-1) ** 2
+
+
 # -- the page --------------------------------------------------------------------------
 
 # Why some are refused where they are.

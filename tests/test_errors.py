@@ -13,6 +13,7 @@ import sys
 import textwrap
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType, FrameType
@@ -384,6 +385,35 @@ def test_a_task_that_fails_is_named_with_its_line(gpu_bytes: int):
     assert line_of(fn, "# the callback") in message
     assert "seven is not allowed" in message
     assert failure.value.__cause__ is not None
+
+
+class Failed:
+    """An array that could not be computed."""
+
+    def is_deleted(self) -> bool:
+        return False
+
+    def block_until_ready(self) -> None:
+        raise ValueError("seven is not allowed")
+
+
+def test_the_first_that_failed_is_named_whichever_is_heard_of_first():
+    """An offload of what a task failed to give was heard of before the task, on a busy
+    machine."""
+    steps = [(), (0, 1)], [(1,), (2,)], [(2,), (3,)]
+    engines: Any = object.__new__(DeviceEngines)
+    engines.arrays = [jnp.ones(2), Failed(), Failed(), Failed()]
+    engines._program = types.SimpleNamespace(
+        steps=[types.SimpleNamespace(reads=reads, writes=writes) for reads, writes in steps]
+    )
+    error = ValueError("copied")
+    op, cause = engines._cause(2, error)
+    assert op == 0
+    assert "seven" in str(cause)
+    engines.arrays[1] = None  # dropped: what is there still tells as much as it can
+    assert engines._cause(2, error)[0] == 1
+    engines.arrays[2] = jnp.ones(2)
+    assert engines._cause(2, error) == (2, error)
 
 
 def test_after_a_failure_the_next_call_works(gpu_bytes: int):

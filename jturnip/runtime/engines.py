@@ -458,6 +458,7 @@ class DeviceEngines:
         return [*over, *((op, now) for op in fired.difference(op for op, _ in over))]
 
     def _failure(self, op: int, error: BaseException) -> ExecutionError:
+        op, error = self._cause(op, error)
         node = self._program.memgraph.ops[op]
         if node.task is not None:
             task = self._program.graph.tasks[node.task]
@@ -469,6 +470,21 @@ class DeviceEngines:
             what = f"the {node.kind.value} of {buffer.name or f'buffer {buffer.id}'}"
             what += f" ({buffer.nbytes} bytes)"
         return ExecutionError(f"{what} failed: {error}")
+
+    def _cause(self, op: int, error: BaseException) -> tuple[int, BaseException]:
+        """What failed first, and how: what reads the results of a run that failed fails as
+        well, and may be heard of before it."""
+        steps = self._program.steps
+        for instance in steps[op].reads if self.arrays else ():  # not let go of
+            array = self.arrays[instance]
+            if array is None or array.is_deleted():
+                continue
+            failure = _failure_of(array)
+            wrote = (k for k, step in enumerate(steps) if instance in step.writes)
+            writer = next(wrote, None)
+            if failure is not None and writer is not None:
+                return self._cause(writer, failure)
+        return op, error
 
 
 def _is_ready(array: Any) -> bool:

@@ -432,6 +432,9 @@ SLOW = (
     "gradients of messages",
     "states that were counted",
     "gradients of paths by their rates",
+    "updates in parts",
+    "states row by row",
+    "gradients of a pooled network",
 )
 
 

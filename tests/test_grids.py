@@ -187,7 +187,7 @@ TILES = {"decomposition of what is made": 6, "rows in another order": 24}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("hosted", [True, False])
+@pytest.mark.parametrize("hosted", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_tiles_give_the_same(name: str, hosted: bool):
     """Sums are of other parts of a row: some roundings of the largest number."""

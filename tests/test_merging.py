@@ -281,7 +281,7 @@ def spectral(x: Any, vectors: Any) -> Any:
         (spectral, [(384, 3), (384, 4)]),
     ],
 )
-@pytest.mark.parametrize("share", [2, 4])
+@pytest.mark.parametrize("share", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_kernel_used_over_and_over_takes_few_tasks_and_few_bytes(
     fn: Callable[..., Any], shapes: Sequence[tuple[int, ...]], share: int
 ):

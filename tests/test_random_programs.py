@@ -8,7 +8,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 # Whose refusals try many ways to cut.
-LONG = (16, 17, 19, 21)
+LONG = (16, 17, 18, 19, 20, 21)
 
 
 # Whatever the steps, each kind of budget and of placement is among them.

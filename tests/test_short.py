@@ -117,8 +117,8 @@ def test_tiles_of_single_positions_give_the_same(name: str, tiles: int):
 
 
 # So many qubits that jturnip's own bytes do not count.
-MORE = RANDOM.normal(size=(1, 14)).astype(np.float32)
-MANY = np.full((2,) * 14, 2**-7, np.complex64)
+MORE = RANDOM.normal(size=(1, 12)).astype(np.float32)
+MANY = np.full((2,) * 12, 2**-6, np.complex64)
 IN_A_BUDGET: dict[str, tuple[Callable[..., Any], list[Any]]] = {
     "a circuit": (circuit, [MORE, MANY]),
     "likelihoods": (likelihoods, [MORE]),
@@ -136,7 +136,7 @@ IN_A_BUDGET: dict[str, tuple[Callable[..., Any], list[Any]]] = {
 def test_states_of_qubits_in_a_part_of_their_peak(name: str, share: int):
     """All were refused."""
     fn, args = IN_A_BUDGET[name]
-    # Sums of up to 16384 numbers, in another order.
+    # Sums of up to 4096 numbers, in another order.
     assert_runs_in(fn, args, unconstrained_peak(fn, *args) // share, ulps=256)
 
 

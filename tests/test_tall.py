@@ -113,7 +113,9 @@ def components(a: Any) -> Any:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("share", [2, pytest.param(4, marks=pytest.mark.slow), 8])
+@pytest.mark.parametrize(
+    "share", [2, *(pytest.param(k, marks=pytest.mark.slow) for k in (4, 8))]
+)
 @pytest.mark.parametrize("fn", [jnp.linalg.qr, least_squares, components])
 def test_a_tall_matrix_is_decomposed_in_a_part_of_its_peak(
     fn: Callable[..., Any], share: int

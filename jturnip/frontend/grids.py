@@ -14,12 +14,12 @@ import dataclasses
 import functools
 import itertools
 import math
-import operator
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 
 from jturnip.frontend import factors, parts, stacks
@@ -336,12 +336,11 @@ class _Grids:
             return None  # of what is transposed first
         if e.name == "slice" and any(x != 1 for x in params["strides"] or ()):
             return None
-        dims = {d: n for d, n in enumerate(result.shape) if self._is_long(n)}
-        if e.name == "reshape":  # what is next to one another stays so
-            first = self._leading(result)
-            dims = {d: result.shape[d] for d in first}
         rule = _of_positions(types, result)
-        if e.name != "reshape":
+        if e.name == "reshape":  # what is next to one another stays so
+            dims = {d: result.shape[d] for d in self._leading(result)}
+        else:
+            dims = {d: n for d, n in enumerate(result.shape) if self._is_long(n)}
             dims |= self._chosen_short(e, rule, dims, self._short_lengths(e, rule))
         if not dims and e.name != "slice":
             return None
@@ -573,9 +572,7 @@ class _Grids:
         (v,) = e.inputs
         assert isinstance(v, int)
         shape = tuple(b - a for a, b in window.bounds)
-        strides = itertools.accumulate(reversed(t.shape[1:]), operator.mul, initial=1)
-        of_first = zip(window.bounds, reversed([*strides]), strict=True)
-        begin = sum(a * stride for (a, _), stride in of_first)
+        begin = int(np.ravel_multi_index([a for a, _ in window.bounds], t.shape))
         size = math.prod(shape)
         part, skipped = _part_with(self._type(v).shape, begin, begin + size)
         piece = yield self._within, v, part

@@ -435,6 +435,7 @@ SLOW = (
     "updates in parts",
     "states row by row",
     "gradients of a pooled network",
+    "triangular systems",
 )
 
 
@@ -785,6 +786,7 @@ def test_parts_that_are_taken_out_in_host_memory_are_windows():
     assert sliced_on_host(returned, returned.inputs) is returned
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("share", [3, 4])
 def test_levels_of_a_table_in_host_memory_come_one_by_one(share: int):
     table, at = numbers(6, 16384, 8), whole_numbers(16384, 4000)
@@ -796,6 +798,7 @@ def test_levels_of_a_table_in_host_memory_come_one_by_one(share: int):
     assert f.last_run.h2d_bytes <= 1.5 * table.nbytes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("share", [4, 8])
 def test_an_image_of_several_coils_is_cut_along_these(share: int):
     """As in parallel imaging: coils have images of their own, which are added up."""
@@ -863,6 +866,7 @@ def test_a_running_sum_of_one_row_larger_than_the_budget(share: int):
     assert f.last_run.peak_bytes <= gpu_bytes
 
 
+@pytest.mark.long
 def test_series_hold_more_than_they_give():
     """XLA holds their state: cut as if they held nothing, they would not fit."""
     fn, x = jax.scipy.special.gammainc, np.exp(numbers(2, 40_000))
@@ -1049,6 +1053,7 @@ def test_blocks_fit_in_the_caches_as_well():
     assert few == [2, 4]
 
 
+@pytest.mark.long
 def test_pieces_that_are_large_together_are_made_in_blocks():
     """A window around each pixel, put together of as many images as it has places: each is
     small, but all of them are more than there is."""

@@ -68,6 +68,7 @@ def compiled_for(fn: Callable[..., Any], *args: Any) -> int:
     return report.compiled
 
 
+@pytest.mark.long
 def test_layers_that_differ_in_a_number_compile_no_more_than_equal_ones():
     weights = jturnip.host(layers(24))
     alike = compiled_for(decaying_alike, X, weights)

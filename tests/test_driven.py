@@ -162,10 +162,15 @@ PROGRAMS = [
     the_same_twice,
     never,
 ]
+LIKE_OTHERS = (scan_in_a_loop, loop_in_a_scan, the_same_twice)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.__name__)
+@pytest.mark.parametrize(
+    "program",
+    [pytest.param(p, marks=[pytest.mark.slow] * (p in LIKE_OTHERS)) for p in PROGRAMS],
+    ids=lambda p: p.__name__,
+)
 def test_loops_and_branches_in_less_than_they_need(program):
     expected = jax.jit(program)(WEIGHTS, X)
     smallest = smallest_budget(program, WEIGHTS, X)
@@ -250,6 +255,7 @@ def pooled(weight: Any, x: Any, turns: Any, copies: int) -> Any:
     return lax.while_loop(lambda state: state[0] < turns, body, (0, kept, x))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("copies", [1, 2])
 def test_what_a_loop_carries_stays_as_far_as_there_is_room(copies: int):
     """All of it went to host memory and back in each iteration, half of the budget
@@ -292,6 +298,7 @@ def attended(weight: Any, x: Any, turns: Any) -> Any:
     return lax.while_loop(lambda state: state[0] < turns, body, (0, caches, x))
 
 
+@pytest.mark.long
 def test_what_a_loop_carries_is_cut_into_no_more_rows_than_are_worth_it():
     """Where a row of each cache could be a task's, there were eight times the tasks."""
     weight = np.eye(64, dtype=np.float32) / 2
@@ -771,6 +778,7 @@ def test_what_a_body_only_writes_is_in_the_account():
     assert max(watch.peak_bytes, f.last_run.peak_bytes) <= budget
 
 
+@pytest.mark.long
 def test_keys_pass_through_branches_within_loops():
     """What a branch hands on as it is may come back as another object of the same bytes."""
 
@@ -937,6 +945,7 @@ def rows_that_mix(x: Any, scale: Any) -> Any:
     return lax.while_loop(lambda s: s[1] < 9, body, (x, 0))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("share", [0.6, 0.3])
 @pytest.mark.parametrize(
     "fn", [largest_of_all, sum_of_all, rows_that_mix], ids=lambda f: f.__name__
@@ -1122,7 +1131,7 @@ def searched_along_lines(facts: Any, labels: Any, weights: Any) -> Any:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("share", [2, 4])
+@pytest.mark.parametrize("share", [pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize(
     "fn",
     [descended, descended_until_flat, searched_along_lines],
@@ -1251,6 +1260,7 @@ def test_a_body_that_never_fits_is_not_tried_for_each_carried_value(monkeypatch)
     assert not sent
 
 
+@pytest.mark.long
 def test_what_no_attempt_takes_further_apart_is_refused_once(monkeypatch):
     """All its loops are driven in the first attempt along axes."""
 
@@ -1284,6 +1294,7 @@ def _solved_anew(x: Any, w: Any) -> Any:
     return lax.fori_loop(0, 3, again, (x, w))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("fn", "loops"), [(_solved, 1), (_solved_anew, 3)])
 def test_a_loop_looks_once_at_the_parts_of_what_it_reads_each_time(
     fn: Any, loops: int, monkeypatch: pytest.MonkeyPatch

@@ -96,7 +96,9 @@ def smoothed(x: Any) -> Any:
 
 @pytest.mark.long
 @pytest.mark.parametrize("share", [pytest.param(0.5, marks=pytest.mark.slow), 0.25])
-@pytest.mark.parametrize("fn", [jnp.fft.fft, smoothed])
+@pytest.mark.parametrize(
+    "fn", [jnp.fft.fft, pytest.param(smoothed, marks=pytest.mark.slow)]
+)
 def test_a_transform_of_one_long_row(fn: Callable[..., Any], share: float):
     """It was refused."""
     x = array(60_000)
@@ -116,7 +118,14 @@ def steps(x: Any) -> Any:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("fn", "share"), [(filtered, 0.5), (filtered, 0.25), (steps, 0.4)])
+@pytest.mark.parametrize(
+    ("fn", "share"),
+    [
+        (filtered, 0.5),
+        (filtered, 0.25),
+        pytest.param(steps, 0.4, marks=pytest.mark.slow),
+    ],
+)
 def test_a_transform_larger_than_the_budget(fn: Callable[..., Any], share: float):
     x = array(256, 300)
     assert_runs_in(fn, [x], int(share * unconstrained_peak(fn, x)), ulps=32)

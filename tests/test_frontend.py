@@ -747,6 +747,7 @@ def test_equal_functions_traced_apart_have_equal_keys():
     assert first == again
 
 
+@pytest.mark.long
 def test_equal_loops_traced_apart_have_equal_keys():
     def fn(x):
         return jax.lax.scan(lambda c, _: (jnp.tanh(c @ c), c.sum()), x, length=3)

@@ -230,6 +230,7 @@ def test_systems_are_solved_tile_by_tile(
         assert_same(evaluated(made, a, b), [solve(a, b)], ulps=64)
 
 
+@pytest.mark.long
 def test_panels_of_a_singular_matrix_have_the_same_pivots():
     """Where a column has nothing left, the next row is its pivot."""
     a = array(48, 48)
@@ -282,6 +283,7 @@ def test_an_infinite_number_stays_in_its_column():
     np.testing.assert_array_equal(factors[:12], lax.linalg.lu(a)[0][:12])
 
 
+@pytest.mark.long
 def test_a_batch_is_cut_along_its_examples():
     """Each fits, though all do not."""
     a = np.stack([distinct(64)] * 16)
@@ -438,6 +440,7 @@ def test_a_gradient_of_a_likelihood_runs_in_a_part_of_its_peak():
     assert_same(found, jax.jit(gradient)(*args), ulps=4096)  # of differences of large terms
 
 
+@pytest.mark.long
 def test_what_is_not_positive_definite_is_seen_in_what_follows():
     """A factor is NaN from the tile on in which that is seen, and so is what is made of
     it; `jax.jit` has NaN in all of the factor."""
@@ -454,6 +457,7 @@ def test_what_is_not_positive_definite_is_seen_in_what_follows():
     assert jnp.isnan(solved).all()
 
 
+@pytest.mark.long
 def test_narrow_systems_of_which_the_other_side_is_long():
     """The matrix is hardly longer than a tile."""
     a, b = triangle(11), array(11, 100)

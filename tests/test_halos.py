@@ -104,8 +104,6 @@ NETWORKS: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
 QUICK = {
     ("an image", 4),
     ("a sound", 4),
-    ("gradients of a volume", 4),
-    ("up and down", 4),
     ("gradients of up and down", 2),
     ("gradients of averages", 2),
     ("smoothed", 4),

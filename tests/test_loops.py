@@ -673,6 +673,7 @@ def resident_bytes() -> int:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="needs Linux's /proc")
 def test_a_stack_is_not_copied_whatever_its_rows_and_however_it_is_cut():
     """Rows of no whole cache lines cannot be arrays that share the stack's memory."""

@@ -95,6 +95,7 @@ def test_forward_gives_a_logit_for_each_token_in_the_dtype_asked_for(dtype: str)
     assert (loss.shape, loss.dtype) == ((), jnp.float32)
 
 
+@pytest.mark.long
 def test_a_token_changes_no_logits_before_it(params: training.Params):
     forward = jax.jit(functools.partial(llama.forward, TINY))
     tokens = a_batch()
@@ -229,6 +230,7 @@ def test_each_training_step_lowers_the_loss_of_its_batch(run: Run):
     assert first > second > third
 
 
+@pytest.mark.long
 def test_training_changes_every_weight(run: Run):
     changed = jax.tree.map(lambda old, new: bool(np.any(old != new)), run.before, run.after)
     assert all(jax.tree.leaves(changed)), changed

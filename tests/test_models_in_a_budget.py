@@ -133,6 +133,7 @@ def test_results_are_those_of_stock_jit(name: str, share: str):
     assert_same(jax.device_put(result, on_device()), stock(name)[0])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "share"), RUNS)
 def test_the_peak_is_within_the_budget(name: str, share: str):
     gpu_bytes, _, report, plan = ran(name, share)

@@ -47,6 +47,7 @@ def results(graph: TaskGraph, what: list[int]) -> list[Any]:
     return [found[b] for b in graph.outputs]
 
 
+@pytest.mark.long
 @given(data=st.data())
 @settings(max_examples=150, deadline=None)
 def test_the_same_is_computed(data: st.DataObject):

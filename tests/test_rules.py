@@ -335,7 +335,13 @@ POSITIONAL: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", POSITIONAL)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=[pytest.mark.slow] * (n == "series of each"))
+        for n in POSITIONAL
+    ],
+)
 def test_parts_have_their_positions(name: str):
     """What a single position does not show."""
     x = np.random.default_rng(0).normal(size=(8, 6, 8)).astype(np.float32)

@@ -300,6 +300,7 @@ def plans(draw: st.DrawFn) -> tuple[TaskGraph, MemGraph]:
     return graph, plan(graph, budget, draw(st.sampled_from(sorted(STRATEGIES))))
 
 
+@pytest.mark.long
 @given(plans(), st.integers(0, 1 << 30), limits())
 @settings(max_examples=150, deadline=None)
 def test_every_plan_finishes_in_every_order_of_completions(
@@ -327,6 +328,7 @@ def test_nothing_starts_before_what_it_depends_on(
             assert at["done" if copies else "start", dep.op] < at["start", op.id], f"{log}"
 
 
+@pytest.mark.long
 @given(plans(), st.integers(0, 1 << 30), limits())
 @settings(max_examples=100, deadline=None)
 def test_the_order_of_starts_computes_the_function(

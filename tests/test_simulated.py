@@ -267,6 +267,7 @@ def test_a_run_is_never_faster_than_its_work(graph: TaskGraph, strategy: str, mo
     assert 0 <= report.stall_seconds <= report.seconds
 
 
+@pytest.mark.long
 @given(taskgraphs(), st.sampled_from(sorted(STRATEGIES)), st.sampled_from([0, 512, 4096]))
 @settings(max_examples=100, deadline=None)
 def test_no_op_begins_before_what_it_waits_for_is_over(

@@ -82,6 +82,7 @@ SORTS: dict[str, tuple[Callable[..., Any], Sequence[Any]]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SORTS)
 def test_sorts_in_tiles_are_the_same(name: str):
     """Bit for bit: what is equal stays in its order."""

@@ -87,6 +87,7 @@ def test_only_the_rows_that_are_used_travel(fn):
     assert moved < NBYTES // 2
 
 
+@pytest.mark.long
 def test_an_image_between_whose_pixels_values_are_read():
     """Gathers are fused: nothing is written down between the four of a part of the result,
     and only the image is there for all parts."""
@@ -166,6 +167,7 @@ def test_lookups_come_first_and_effects_in_their_order():
         assert seen == expected
 
 
+@pytest.mark.long
 def test_rows_that_wait_are_no_more_than_the_budget():
     """Rows of a stack by numbers that come with the call, all of it together."""
 

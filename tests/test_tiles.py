@@ -175,8 +175,13 @@ def test_what_is_small_or_at_places_that_are_not_known_stays():
 # -- functions in tiles ------------------------------------------------------------------
 
 
+# What is slow to compile, and like others.
+SLOW = ("gradients", "set at borders", "a torus by roll", "the edge around")
+MOST_STEPS = [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in STEPS]
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", MOST_STEPS)
 def test_a_chain_of_steps_reads_each_part_once(name: str):
     fn, x = chain(name), field(192, 40)
     forms = forms_of(fn, x, 0.9)
@@ -189,7 +194,7 @@ def test_a_chain_of_steps_reads_each_part_once(name: str):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", MOST_STEPS)
 def test_its_gradients_are_the_same(name: str):
     fn, x = gradients(chain(name, 2)), field(64, 24)
     forms = forms_of(fn, x, 1.2)
@@ -249,6 +254,7 @@ def test_tiles_that_are_several_tasks_take_more_of_what_there_is():
     assert_same(evaluated(form, x)[0], jax.jit(fn)(x), ulps=16)
 
 
+@pytest.mark.long
 def test_an_image_that_is_enlarged_is_read_once():
     """Of the gathers that enlarge it, and of their gradients, each row is known."""
     kernel = jnp.asarray(field(3, 3, 2, 2)) / 8
@@ -335,6 +341,7 @@ def test_what_would_fit_and_move_much_is_in_tiles_too():
     assert f.last_run.h2d_bytes + f.last_run.d2h_bytes <= 4 * x.nbytes
 
 
+@pytest.mark.long
 def test_several_images_of_which_none_fits_come_once():
     """Each for itself, in tiles: sixteen channels of one take more than the budget."""
     x = field(3, 64, 64, 4)

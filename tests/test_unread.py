@@ -208,6 +208,7 @@ def _only(flat: FlatJaxpr, e: Equation) -> dict[str, Any]:
     }
 
 
+@pytest.mark.long
 def test_searches_are_made_for_some_rows_at_a_time():
     """They were driven: 42 times as slow as `jax.jit`, for a library's tree search."""
     x, table = np.random.default_rng(0).normal(size=(2, 256, 96)).astype(np.float32)

@@ -330,6 +330,7 @@ def test_a_loop_that_cannot_stay_whole_is_not_taken_apart_first():
     assert compiled.compile_report.compiled <= 20
 
 
+@pytest.mark.long
 def test_what_may_be_slower_is_taken_where_nothing_else_fits(
     monkeypatch: pytest.MonkeyPatch,
 ):

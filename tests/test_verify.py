@@ -649,6 +649,7 @@ def changed(plan: MemGraph, rng: random.Random) -> MemGraph:
             return plan
 
 
+@pytest.mark.long
 @given(taskgraphs(max_tasks=40), st.integers(0, 30), st.integers(0, 99))
 @settings(max_examples=60, deadline=None)
 def test_the_simple_planner_is_right(graph: TaskGraph, slack: int, seed: int) -> None:

@@ -154,6 +154,7 @@ def test_a_loop_that_is_in_the_way_is_compiled_once(monkeypatch: pytest.MonkeyPa
     assert max(compiled.values()) <= 2
 
 
+@pytest.mark.long
 def test_no_more_ways_are_looked_for_around_a_loop_that_is_in_the_way(
     monkeypatch: pytest.MonkeyPatch,
 ):

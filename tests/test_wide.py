@@ -60,7 +60,7 @@ def factor(x: Any) -> Any:
 
 
 FUNCTIONS = [products, kernel, loop, until, wide_results, factor]
-LIKE_OTHERS = (products, loop, until)
+LIKE_OTHERS = (products, loop, until, factor)
 
 
 @pytest.mark.long
@@ -84,6 +84,7 @@ def test_it_runs_whole_where_it_fits():
     assert within.last_run.strategy == "whole"
 
 
+@pytest.mark.long
 def test_its_plan_is_of_its_types():
     budget = unconstrained_peak(wide_results, X) // 2
     lowered = jturnip.jit(wide_results, budget).lower(jturnip.host(X))

@@ -98,7 +98,7 @@ def while_loop_with_a_data_dependent_end():
             lambda s: jnp.abs(s[0]).max() < 1e3, lambda s: (s[0] * 2, s[1] + 1), (x @ x, 0)
         )
 
-    return Case(fn, (normal(64, 64),))
+    return Case(fn, (normal(32, 32),))
 
 
 @program(one_task("while"))

@@ -275,6 +275,9 @@ def _cut_anew(
         return Found(flat)
     # What does not work on parts is there once.
     least = sum(c.count * len(c.stretch.working) for c in tasks_of)
+    if search.effort.is_too_much_for(least):
+        search.effort.looked_at(least)  # as if it were made, and only then left out
+        return Found(flat)
     if least > search.sofar.most_equations:
         return Found(flat, tuple(c.key for c in cuttings), too_many=True)
     cut, how = _with_cuttings(stretches, cuttings, search)

@@ -1,20 +1,22 @@
 """A flat function to tasks that fit in a budget, compiled."""
 
+import collections
 import dataclasses
 import itertools
 import math
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 from jturnip import compat
 from jturnip.compat import Device
 from jturnip.compiler import executables as compiler
-from jturnip.compiler.executables import Executable
 from jturnip.compiler.report import Spent
 from jturnip.errors import DoesNotFit
 from jturnip.frontend.overwriting import with_overwriting
 from jturnip.frontend.partition import Group, Partitioner
 from jturnip.frontend.values import FlatJaxpr, nbytes_of
 from jturnip.graph.taskgraph import BufferId, Place, Task, TaskGraph
+from jturnip.hardware import Accelerator
 from jturnip.placement import Arguments, Budget, Whose
 from jturnip.planner.planner import (
     does_not_fit,
@@ -44,10 +46,8 @@ _SHARE = 4
 # finer each time: the one equation that needs most may be at its end.
 _CUT_ONCE = 2
 # Tasks that are expected to need more than one over so much of the budget are compiled
-# first, if they are fewer than one in so many: where one of them cannot be cut and does not
-# fit, the others need not be compiled.
+# first: where one of them does not fit, the others need not be compiled yet, or at all.
 _HUNGRY = 2
-_FEW_HUNGRY = 4
 # Where XLA finds tasks too large, and more than one in so many of all equations would be
 # too large alone, no finer tasks are likely to fit: of 28 such tries, with 18 functions in
 # a half to an eighth of what they need, none of 20 did, and four of eight with fewer.
@@ -79,47 +79,29 @@ def split(
       DoesNotFit: where a single equation, or the caller's own arrays, need more.
     """
     arguments, budget, how = kept(setting.arguments, flat), setting.budget, setting.how
-    device, arena = setting.device, setting.arena
-    used, spent = how.executables, how.spent
+    arena = setting.arena
     needs = None if how.thorough else how.needs
     there = values_that_stay(flat, arguments)
     partitioner = Partitioner(flat, setting.rates, there)
     left = arena - nbytes_of(flat, there)
+    tasks = _Tasks(flat, partitioner, arguments, setting, needs, most)
     if needs is not None:
         finest_groups = lambda: _finest(flat, partitioner, arguments)
         needs.refuse(flat, partitioner, budget, left, finest_groups)
-    _refuse_early(flat, partitioner, arguments, budget, left, used, spent, needs)
+    tasks.refuse_early(left)
     groups = partitioner.partition(0 if how.finest else max(0, left) // _SHARE)
     staying = _not_to_be_lost(flat, arguments, how.repeated)
-    compiled, times = None, 0
     while True:
         groups = with_overwriting(flat, groups, staying)
-        if needs is not None:
-            hungry = partitioner.hungriest(groups, arena // _HUNGRY)
-            if 0 < len(hungry) * _FEW_HUNGRY < len(groups):
-                some = _compile(flat, hungry, arguments, most=most, spent=spent)
-                used += some.executables
-                graph, _ = build(flat, hungry, arguments, some)
-                _refuse(flat, partitioner, hungry, graph, budget, device, needs)
-        compiled = _compile(flat, groups, arguments, compiled, most, spent)
-        used += compiled.executables
-        graph, buffers = build(flat, groups, arguments, compiled, to_host, how.accelerator)
-        if smallest_budget(graph) <= arena:
-            break
-        if needs is not None:
-            _refuse(flat, partitioner, groups, graph, budget, device, needs)
-        too_large = _too_large(graph, arena)
-        if how.hasty:
-            free, among = arena - resident_bytes(graph), [groups[t] for t in too_large]
-            alone = partitioner.too_large_alone(among, free)
-            if alone * _TOO_LARGE_ALONE > len(flat.equations):
-                raise _refusal(graph, budget, device)
-        times += 1
-        cuts = max(1, times - _CUT_ONCE + 1)
-        finer = partitioner.refine(groups, too_large, cuts)
-        if len(finer) == len(groups):
-            raise _refusal(graph, budget, device)
-        groups = finer
+        seen = None if needs is None else tasks.first_too_large(groups, there, left)
+        if seen is None:
+            graph, buffers = tasks.build(groups, to_host, how.accelerator, most)
+            if smallest_budget(graph) <= arena:
+                break
+            seen = _Seen(groups, _too_large(graph, arena), graph)
+        groups = tasks.finer(groups, seen, left)
+    compiled = tasks.compiled
+    assert compiled is not None
     least = lambda there: _least_when_cut(flat, partitioner, arguments, graph, arena, there)
     away = leaving(flat, arguments, to_host, how.returned, arena, least)
     to_host = away.union(to_host)
@@ -138,6 +120,163 @@ def split(
         reuses=reuses(flat, arguments, to_host),
         to_host=to_host,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """Some tasks, and which of them need too much: by XLA's figures, or where there are
+    none yet by what they read and write."""
+
+    groups: Sequence[Group]
+    too_large: Sequence[int]
+    graph: TaskGraph | None
+
+
+class _Tasks:
+    """Compiles tasks of one function, which is cut in one way after the other until all
+    fit.
+
+    Args:
+      flat: the function.
+      partitioner: of it.
+      arguments: of it.
+      setting: what it is cut for.
+      needs: what is known to need too much; None where all is to be cut as fine as it can
+        be before it is refused.
+      most: so many executables may be compiled.
+    """
+
+    def __init__(
+        self,
+        flat: FlatJaxpr,
+        partitioner: Partitioner,
+        arguments: Arguments,
+        setting: Setting,
+        needs: Needs | None,
+        most: float,
+    ):
+        self._flat = flat
+        self._partitioner = partitioner
+        self._arguments = arguments
+        self._setting = setting
+        self._needs = needs
+        self._most = most
+        self.compiled: compiler.Compiled | None = None
+        # How often tasks were cut: by whether XLA's figures showed that, and for all.
+        self._rounds = collections.Counter[tuple[bool, bool]]()
+
+    def build(
+        self,
+        groups: Sequence[Group],
+        to_host: Collection[int] = (),
+        accelerator: Accelerator | None = None,
+        most: float = math.inf,
+    ) -> tuple[TaskGraph, dict[int, BufferId]]:
+        """Some tasks as `graphs.build` gives them, compiled; in all no more executables
+        than so many."""
+        how = self._setting.how
+        self.compiled = _compile(
+            self._flat, groups, self._arguments, self.compiled, most, how.spent
+        )
+        how.executables.extend(self.compiled.executables)
+        asked = self._flat, groups, self._arguments, self.compiled
+        return build(*asked, to_host, accelerator)
+
+    def first_too_large(
+        self, groups: Sequence[Group], there: Collection[int], left: int
+    ) -> _Seen | None:
+        """Tasks that need too much, if that shows before all are compiled: by what they
+        read and write, else among those that are expected to need most."""
+        too_large = _too_large_as_read(self._flat, groups, there, left)
+        if too_large:
+            return _Seen(groups, too_large, None)
+        arena = self._setting.arena
+        hungry = self._partitioner.hungriest(groups, arena // _HUNGRY)
+        if not 0 < len(hungry) < len(groups):
+            return None
+        graph, _ = self.build(hungry, most=self._most)
+        too_large = _too_large(graph, arena)
+        return _Seen(hungry, too_large, graph) if too_large else None
+
+    def finer(self, groups: Sequence[Group], seen: _Seen, left: int) -> list[Group]:
+        """The tasks with those cut that need too much.
+
+        Raises:
+          DoesNotFit: they cannot be cut, or that is not likely to help.
+        """
+        too_large = [seen.groups[t] for t in seen.too_large]
+        by_xla, of_all = seen.graph is not None, len(seen.groups) == len(groups)
+        self._rounds[by_xla, of_all] += 1
+        cuts = max(1, self._rounds[by_xla, of_all] - _CUT_ONCE + 1)
+        ids = set(map(id, too_large))
+        at = [t for t, group in enumerate(groups) if id(group) in ids]
+        finer = self._partitioner.refine(groups, at, cuts)
+        is_over = len(finer) == len(groups)
+        if self._setting.how.hasty:
+            alone = self._partitioner.too_large_alone(too_large, left)
+            is_over |= alone * _TOO_LARGE_ALONE > len(self._flat.equations)
+        if seen.graph is not None:
+            self._refuse(seen.groups, seen.graph)
+        if is_over:
+            graph = seen.graph
+            if graph is None:  # to say what they need
+                graph, _ = self.build(too_large)
+                self._refuse(too_large, graph)
+            raise _refusal(graph, self._setting.budget, self._setting.device)
+        return finer
+
+    def _refuse(self, groups: Sequence[Group], graph: TaskGraph) -> None:
+        """Refuses a function of which an equation needs too much however its task is cut,
+        as XLA's figures for some of its tasks show; `needs` grows by that."""
+        flat, partitioner, needs = self._flat, self._partitioner, self._needs
+        budget, device = self._setting.budget, self._setting.device
+        arena = self._setting.arena
+        too_large, free = _too_large(graph, arena), arena - resident_bytes(graph)
+        if not too_large or needs is None:
+            return
+        sizes = {t: task_bytes(graph, graph.tasks[t]) for t in too_large}
+        neediest = (partitioner.neediest(groups[t], size) for t, size in sizes.items())
+        e, least = max(neediest, key=lambda found: found[1])
+        if least > free:
+            refusal = _refusal(graph, budget, device)
+            needs.know(flat.equations[e], least, refusal, budget)
+            raise refusal
+        uncut = [t for t in too_large if len(partitioner.refine([groups[t]], {0})) == 1]
+        if uncut:
+            t = max(uncut, key=lambda t: sizes[t])
+            refusal = _refusal(graph, budget, device)
+            needs.know_alone(flat, partitioner, groups[t], sizes[t], refusal, budget)
+            raise refusal
+
+    def refuse_early(self, left: int) -> None:
+        """Refuses a hopeless budget after compiling the largest equations only; so many
+        bytes are left beside what is on the device all the time. `needs` grows by the
+        largest of all: they are not compiled again where it is in the way in another form
+        of the function."""
+        flat, partitioner, needs = self._flat, self._partitioner, self._needs
+        budget, device = self._setting.budget, self._setting.device
+        arena, at_start = self._setting.arena, bytes_at_start(flat, self._arguments)
+        # Whatever its tasks need.
+        surely = at_start > arena or (needs is not None and _joins_too_much(flat, left))
+        if partitioner.least_bytes() <= left and not surely:
+            return
+        finest = _finest(flat, partitioner, self._arguments)
+        bare, _ = build(flat, finest, self._arguments)
+        if smallest_budget(bare) <= arena:
+            return
+        if surely:
+            raise _refusal(bare, budget, device)
+        sizes = [task_bytes(bare, t) for t in bare.tasks]
+        # Workspace adds to what a task needs: the hungriest with it is likely among these.
+        most = max(sizes)
+        hungry = [g for g, size in zip(finest, sizes, strict=True) if size * 3 >= most]
+        graph, _ = self.build(hungry)
+        refusal = _refusal(graph, budget, device)
+        if needs is not None:
+            sizes = [task_bytes(graph, task) for task in graph.tasks]
+            group, nbytes = max(zip(hungry, sizes, strict=True), key=lambda each: each[1])
+            needs.know_alone(flat, partitioner, group, nbytes, refusal, budget)
+        raise refusal
 
 
 def refuse_alone(flat: FlatJaxpr, setting: Setting, among: Collection[int]) -> None:
@@ -329,81 +468,24 @@ def _least_when_cut(
     return min(least, _least_bytes(finest, there) + workspace)
 
 
-def _too_large(graph: TaskGraph, arena: int) -> frozenset[int]:
+def _too_large(graph: TaskGraph, arena: int) -> list[int]:
     """Tasks that need more than there is, beside what is on the device all the time."""
     free = arena - resident_bytes(graph)
-    return frozenset(
-        t for t, task in enumerate(graph.tasks) if task_bytes(graph, task) > free
-    )
+    return [t for t, task in enumerate(graph.tasks) if task_bytes(graph, task) > free]
 
 
-def _refuse(
-    flat: FlatJaxpr,
-    partitioner: Partitioner,
-    groups: Sequence[Group],
-    graph: TaskGraph,
-    budget: Budget,
-    device: Device,
-    needs: Needs,
-) -> None:
-    """Refuses a function of which an equation needs too much however its task is cut, as
-    XLA's figures for some of its tasks show; `needs` grows by that."""
-    arena = budget.arena(device)
-    too_large, free = _too_large(graph, arena), arena - resident_bytes(graph)
-    if not too_large:
-        return
-    sizes = {t: task_bytes(graph, graph.tasks[t]) for t in too_large}
-    neediest = (partitioner.neediest(groups[t], size) for t, size in sizes.items())
-    e, least = max(neediest, key=lambda found: found[1])
-    if least > free:
-        refusal = _refusal(graph, budget, device)
-        needs.know(flat.equations[e], least, refusal, budget)
-        raise refusal
-    uncut = [t for t in too_large if len(partitioner.refine([groups[t]], {0})) == 1]
-    if uncut:
-        t = max(uncut, key=lambda t: sizes[t])
-        refusal = _refusal(graph, budget, device)
-        needs.know_alone(flat, partitioner, groups[t], sizes[t], refusal, budget)
-        raise refusal
+def _too_large_as_read(
+    flat: FlatJaxpr, groups: Sequence[Group], there: Collection[int], left: int
+) -> list[int]:
+    """Tasks that read and write more than is left beside what is there all the time."""
 
+    def nbytes(group: Group) -> int:
+        over = {o for o, _ in group.overwrites}
+        new = (v for o, v in enumerate(group.outputs) if o not in over)
+        read = (v for v in group.inputs if v not in there)
+        return nbytes_of(flat, [*read, *new])
 
-def _refuse_early(
-    flat: FlatJaxpr,
-    partitioner: Partitioner,
-    arguments: Arguments,
-    budget: Budget,
-    left: int,
-    used: list[Executable],
-    spent: Spent | None,
-    needs: Needs | None,
-) -> None:
-    """Refuses a hopeless budget after compiling the largest equations only; so many bytes
-    are left beside what is on the device all the time. `needs` grows by the largest of all:
-    they are not compiled again where it is in the way in another form of the function."""
-    arena, at_start = budget.arena(arguments.device), bytes_at_start(flat, arguments)
-    # Whatever its tasks need.
-    surely = at_start > arena or (needs is not None and _joins_too_much(flat, left))
-    if partitioner.least_bytes() <= left and not surely:
-        return
-    finest = _finest(flat, partitioner, arguments)
-    bare, _ = build(flat, finest, arguments)
-    if smallest_budget(bare) <= arena:
-        return
-    if surely:
-        raise _refusal(bare, budget, arguments.device)
-    sizes = [task_bytes(bare, t) for t in bare.tasks]
-    # Workspace adds to what a task needs: the hungriest with it is likely among these.
-    most = max(sizes)
-    hungry = [g for g, size in zip(finest, sizes, strict=True) if size * 3 >= most]
-    compiled = _compile(flat, hungry, arguments, spent=spent)
-    used += compiled.executables
-    graph, _ = build(flat, hungry, arguments, compiled)
-    refusal = _refusal(graph, budget, arguments.device)
-    if needs is not None:
-        sizes = [task_bytes(graph, task) for task in graph.tasks]
-        group, nbytes = max(zip(hungry, sizes, strict=True), key=lambda each: each[1])
-        needs.know_alone(flat, partitioner, group, nbytes, refusal, budget)
-    raise refusal
+    return [t for t, group in enumerate(groups) if nbytes(group) > left]
 
 
 def _joins_too_much(flat: FlatJaxpr, left: int) -> bool:

@@ -398,6 +398,14 @@ def expanded(eqn: Any) -> Any:
         return None
 
 
+def at_line_of(eqn: Any) -> contextlib.AbstractContextManager[Any]:
+    """What is traced in it has the user's line of an equation."""
+    try:
+        return _lines.user_context(eqn.source_info.traceback)
+    except AttributeError:  # another name here
+        return contextlib.nullcontext()
+
+
 def called_with(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
     """What the function of a `jax.pure_callback` gives for arrays of the CPU."""
     try:

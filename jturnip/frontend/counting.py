@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
+from jturnip.frontend.counted import with_rows
 from jturnip.frontend.loops import LOOPS, loop_counts, with_body
 from jturnip.frontend.rules import SCATTERS
 from jturnip.frontend.values import Atom, Constant, Type, bind, is_key
@@ -74,7 +75,7 @@ class Counts:
         """The same as a jaxpr of the same operands that says what counts; None where that
         is not known to be anything."""
         if eqn.primitive.name in LOOPS:
-            return self._made_inside(eqn, operands)
+            return self._made_inside(eqn, operands) or with_rows(eqn, operands)
         return self._by_rows(eqn, operands)
 
     def _made_inside(self, eqn: Any, operands: Sequence[Atom]) -> Any:
@@ -152,8 +153,8 @@ class Counts:
             self.false.add(result)
 
     def _select(self, eqn: Any, operands: Sequence[Atom], result: int) -> None:
-        d = self._of(operands[1])
-        if operands[0] in self.false and d is not None:
+        d, which = self._of(operands[1]), operands[0]
+        if isinstance(which, int) and which in self.false and d is not None:
             self.along[result] = d
 
     def _concatenate(self, eqn: Any, operands: Sequence[Atom], result: int) -> None:

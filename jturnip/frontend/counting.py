@@ -75,7 +75,9 @@ class Counts:
         """The same as a jaxpr of the same operands that says what counts; None where that
         is not known to be anything."""
         if eqn.primitive.name in LOOPS:
-            return self._made_inside(eqn, operands) or with_rows(eqn, operands)
+            counts = [i for i, v in enumerate(operands) if self._of(v) == 0]
+            other = self._made_inside(eqn, operands)
+            return other or with_rows(eqn, operands, counts)
         return self._by_rows(eqn, operands)
 
     def _made_inside(self, eqn: Any, operands: Sequence[Atom]) -> Any:

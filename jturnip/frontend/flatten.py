@@ -3,6 +3,7 @@
 | pass | what it does |
 | --- | --- |
 | `inline` | calls inlined, references drawn together |
+| `counted` | (within that) loops that read or write rows by their counter scan them |
 | `unrolling`, `whiles` | (within that) several iterations of a stencil's loop in one |
 | `merging.merged` | (within that) what is computed twice, once |
 | `unread.without_unread` | (within that) loops without what nobody reads of them |

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import types
-import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -179,7 +178,7 @@ class Wrapped:
         """As `jax.jit` does it, with arrays in host memory brought to the device."""
         if not self._has_warned and not compat.is_tracing():
             self._has_warned = True
-            warnings.warn(f"{self!r} {why}", InlinedWarning, stacklevel=4)
+            compat.warn(f"{self!r} {why}", InlinedWarning)
         args, kwargs = self._statics.with_leaves(call, on_device(call.leaves))
         with compat.tracing():
             return self._inlined(*args, **kwargs)

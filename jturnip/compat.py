@@ -30,6 +30,7 @@ import os
 import sys
 import sysconfig
 import threading
+import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, TypeAlias, TypeVar
 
@@ -404,6 +405,18 @@ def at_line_of(eqn: Any) -> contextlib.AbstractContextManager[Any]:
         return _lines.user_context(eqn.source_info.traceback)
     except AttributeError:  # another name here
         return contextlib.nullcontext()
+
+
+# Where files are that are not the user's.
+_OWN = tuple(os.path.dirname(file) + os.sep for file in (__file__, jax.__file__))
+
+
+def warn(message: str, category: type[Warning]) -> None:
+    """Warns at the user's line: that of the first frame not of jturnip or JAX."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OWN):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)
 
 
 def called_with(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:

@@ -74,6 +74,22 @@ def test_a_call_with_concrete_arguments_is_staged():
     assert [e.primitive.name for e in jaxpr.jaxpr.eqns] == ["jit"]
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda f, x: jax.jit(lambda y: f(y) + 1)(x),
+        lambda f, x: jax.jit(jax.grad(f))(x),
+        lambda f, x: jax.jit(f)(x),
+        lambda f, x: jax.lax.scan(lambda c, y: (c, f(y)), 0.0, x[None]),
+    ],
+)
+def test_a_warning_has_the_users_line(call: Callable[..., Any]):
+    """It was that of a file of JAX where that calls in between."""
+    with pytest.warns(jturnip.InlinedWarning) as heard:
+        call(jturnip.jit(lambda x: jnp.log(x)), jnp.float32(2))
+    assert {w.filename for w in heard} == {__file__}
+
+
 def test_checkify_sees_into_a_call():
     f = jturnip.jit(lambda x: jnp.log(x))
     with pytest.warns(jturnip.InlinedWarning):

@@ -5,7 +5,6 @@ import contextlib
 import dataclasses
 import functools
 import threading
-import warnings
 from typing import Any
 
 import jax
@@ -263,10 +262,8 @@ def _warn_of_useless_donations(results: list[Type], args_info: Any) -> None:
             if unused[kind] < 0:
                 useless.append(f"{info.dtype}{list(info.shape)}")
     if useless:
-        warnings.warn(
-            f"Some donated buffers were not usable: {', '.join(useless)}.",
-            UserWarning,
-            stacklevel=5,
+        compat.warn(
+            f"Some donated buffers were not usable: {', '.join(useless)}.", UserWarning
         )
 
 

@@ -1,6 +1,5 @@
 """The first stage: a jaxpr."""
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -104,11 +103,10 @@ class Traced:
         if exporting:
             return self._traced.lower(**exporting)
         if self._has_references:
-            warnings.warn(
+            compat.warn(
                 f"{self.fun_name} reads references from outside. A call of it runs in the"
                 " budget; what is lowered ahead of time is jax.jit's, and does not.",
                 InlinedWarning,
-                stacklevel=4,
             )
             return self._traced.lower()
         asked = Asked(

@@ -815,6 +815,24 @@ def gates_on_qubits(state: Any, gates: Any) -> Any:
     return jnp.abs(state).reshape(-1) ** 2
 
 
+@case((long(500), 4))
+def boxes_that_are_left(boxes: Any) -> Any:
+    """The best of those that overlap: one after the other, by a row of all pairs."""
+    low = boxes[:, :2]
+    high = low + jnp.abs(boxes[:, 2:])
+    sides = jnp.minimum(high[:, None], high) - jnp.maximum(low[:, None], low)
+    common = jnp.prod(jnp.maximum(sides, 0), -1)
+    area = jnp.prod(high - low, -1)
+    overlap = common / (area[:, None] + area - common)
+
+    def step(i: Any, left: Any) -> Any:
+        later = jnp.arange(len(boxes)) > i
+        return left & ~((overlap[i] > 0.3) & later & left[i])
+
+    left = jax.lax.fori_loop(0, len(boxes), step, jnp.ones(len(boxes), bool))
+    return jnp.where(left[:, None], boxes, 0)
+
+
 # -- the page --------------------------------------------------------------------------
 
 # Why some are refused where they are.

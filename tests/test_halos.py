@@ -134,9 +134,10 @@ def test_a_chain_of_layers_needs_little_of_each():
     """What is between two layers is there a few rows at a time."""
     args = numbers(1, 256, 64, 3), *(numbers(*w) / 8 for w in CHAIN)
     layer = 256 * 64 * 16 * 4
-    f = jturnip.jit(chain, layer)
+    # So slow that what moves is what counts, also where others use the cores.
+    f = jturnip.jit(chain, layer, link=jturnip.SimulatedLink(1e8, 1e8))
     assert_same(f(*jturnip.host(args)), jax.jit(chain)(*args), ulps=512)
-    assert f.last_run.h2d_bytes + f.last_run.d2h_bytes < 2 * layer
+    assert f.last_run.h2d_bytes + f.last_run.d2h_bytes < layer
 
 
 def test_what_is_read_of_an_image_lies_in_it():

@@ -1027,7 +1027,7 @@ def test_a_kernel_is_made_in_each_iteration_where_it_has_no_room(fn, share):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("faster", [Chain, Straight])
+@pytest.mark.parametrize("faster", [Chain, pytest.param(Straight, marks=pytest.mark.slow)])
 def test_a_kernel_is_moved_where_that_is_faster_than_to_make_it(
     faster: type, monkeypatch: pytest.MonkeyPatch
 ):

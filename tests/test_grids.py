@@ -423,7 +423,10 @@ IN_A_BUDGET = {
 
 @pytest.mark.long
 @pytest.mark.parametrize("share", [pytest.param(2, marks=pytest.mark.slow), 4])
-@pytest.mark.parametrize("name", IN_A_BUDGET)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(k, marks=[pytest.mark.slow] * (k == "likelihood")) for k in IN_A_BUDGET],
+)
 def test_what_is_read_from_both_sides_runs_in_a_part_of_its_peak(name: str, share: int):
     """All but the product were refused."""
     fn, args = IN_A_BUDGET[name]

@@ -256,7 +256,7 @@ def test_what_tasks_would_make_anew_is_kept_where_all_is_in_parts():
     assert 16 <= parts_of < 17  # all in as many parts, and hardly one of them twice
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_layers_that_are_normalised_in_a_budget():
     loss = jax.grad(normalised, tuple(range(1, len(LAYERS))))
     gpu_bytes = jturnip.peak_bytes(loss, *LAYERS) // 8

@@ -236,7 +236,13 @@ IN_A_BUDGET: dict[str, tuple[Callable[..., Any], Sequence[Any]]] = {
 
 @pytest.mark.long
 @pytest.mark.parametrize("share", [pytest.param(2, marks=pytest.mark.slow), 4])
-@pytest.mark.parametrize("name", IN_A_BUDGET)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(k, marks=[pytest.mark.slow] * (k == "an area under a curve"))
+        for k in IN_A_BUDGET
+    ],
+)
 def test_what_sorts_one_long_row_runs_in_a_part_of_its_peak(name: str, share: int):
     """All were refused."""
     fn, args = IN_A_BUDGET[name]

@@ -176,7 +176,13 @@ def test_what_is_small_or_at_places_that_are_not_known_stays():
 
 
 # What is slow to compile, and like others.
-SLOW = ("gradients", "set at borders", "a torus by roll", "the edge around")
+SLOW = (
+    "gradients",
+    "set at borders",
+    "a torus by roll",
+    "a torus by pad",
+    "the edge around",
+)
 MOST_STEPS = [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in STEPS]
 
 

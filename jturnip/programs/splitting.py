@@ -78,28 +78,24 @@ def split(
       TooManyTasks: more would have to be.
       DoesNotFit: where a single equation, or the caller's own arrays, need more.
     """
-    arguments, budget, how = kept(setting.arguments, flat), setting.budget, setting.how
+    arguments, how = kept(setting.arguments, flat), setting.how
     arena = setting.arena
-    needs = None if how.thorough else how.needs
     there = values_that_stay(flat, arguments)
     partitioner = Partitioner(flat, setting.rates, there)
     left = arena - nbytes_of(flat, there)
-    tasks = _Tasks(flat, partitioner, arguments, setting, needs, most)
-    if needs is not None:
-        finest_groups = lambda: _finest(flat, partitioner, arguments)
-        needs.refuse(flat, partitioner, budget, left, finest_groups)
-    tasks.refuse_early(left)
+    tasks = _Tasks(flat, partitioner, arguments, setting, there, left, most)
+    tasks.refuse_early()
     groups = partitioner.partition(0 if how.finest else max(0, left) // _SHARE)
     staying = _not_to_be_lost(flat, arguments, how.repeated)
     while True:
         groups = with_overwriting(flat, groups, staying)
-        seen = None if needs is None else tasks.first_too_large(groups, there, left)
+        seen = tasks.first_too_large(groups)
         if seen is None:
             graph, buffers = tasks.build(groups, to_host, how.accelerator, most)
             if smallest_budget(graph) <= arena:
                 break
             seen = _Seen(groups, _too_large(graph, arena), graph)
-        groups = tasks.finer(groups, seen, left)
+        groups = tasks.finer(groups, seen)
     compiled = tasks.compiled
     assert compiled is not None
     least = lambda there: _least_when_cut(flat, partitioner, arguments, graph, arena, there)
@@ -141,8 +137,8 @@ class _Tasks:
       partitioner: of it.
       arguments: of it.
       setting: what it is cut for.
-      needs: what is known to need too much; None where all is to be cut as fine as it can
-        be before it is refused.
+      there: what is on the device all the time.
+      left: bytes beside that.
       most: so many executables may be compiled.
     """
 
@@ -152,15 +148,21 @@ class _Tasks:
         partitioner: Partitioner,
         arguments: Arguments,
         setting: Setting,
-        needs: Needs | None,
+        there: Collection[int],
+        left: int,
         most: float,
     ):
         self._flat = flat
         self._partitioner = partitioner
         self._arguments = arguments
         self._setting = setting
-        self._needs = needs
+        self._there = there
+        self._left = left
         self._most = most
+        # What is known to need too much; None where all is to be cut as fine as it can be
+        # before it is refused.
+        how = setting.how
+        self._needs: Needs | None = None if how.thorough else how.needs
         self.compiled: compiler.Compiled | None = None
         # How often tasks were cut: by whether XLA's figures showed that, and for all.
         self._rounds = collections.Counter[tuple[bool, bool]]()
@@ -182,12 +184,12 @@ class _Tasks:
         asked = self._flat, groups, self._arguments, self.compiled
         return build(*asked, to_host, accelerator)
 
-    def first_too_large(
-        self, groups: Sequence[Group], there: Collection[int], left: int
-    ) -> _Seen | None:
+    def first_too_large(self, groups: Sequence[Group]) -> _Seen | None:
         """Tasks that need too much, if that shows before all are compiled: by what they
         read and write, else among those that are expected to need most."""
-        too_large = _too_large_as_read(self._flat, groups, there, left)
+        if self._needs is None:
+            return None
+        too_large = _too_large_as_read(self._flat, groups, self._there, self._left)
         if too_large:
             return _Seen(groups, too_large, None)
         arena = self._setting.arena
@@ -198,7 +200,7 @@ class _Tasks:
         too_large = _too_large(graph, arena)
         return _Seen(hungry, too_large, graph) if too_large else None
 
-    def finer(self, groups: Sequence[Group], seen: _Seen, left: int) -> list[Group]:
+    def finer(self, groups: Sequence[Group], seen: _Seen) -> list[Group]:
         """The tasks with those cut that need too much.
 
         Raises:
@@ -213,7 +215,7 @@ class _Tasks:
         finer = self._partitioner.refine(groups, at, cuts)
         is_over = len(finer) == len(groups)
         if self._setting.how.hasty:
-            alone = self._partitioner.too_large_alone(too_large, left)
+            alone = self._partitioner.too_large_alone(too_large, self._left)
             is_over |= alone * _TOO_LARGE_ALONE > len(self._flat.equations)
         if seen.graph is not None:
             self._refuse(seen.groups, seen.graph)
@@ -248,19 +250,21 @@ class _Tasks:
             needs.know_alone(flat, partitioner, groups[t], sizes[t], refusal, budget)
             raise refusal
 
-    def refuse_early(self, left: int) -> None:
-        """Refuses a hopeless budget after compiling the largest equations only; so many
-        bytes are left beside what is on the device all the time. `needs` grows by the
-        largest of all: they are not compiled again where it is in the way in another form
-        of the function."""
+    def refuse_early(self) -> None:
+        """Refuses what is known to need too much; and a hopeless budget after compiling the
+        largest equations only. `needs` grows by the largest of all: they are not compiled
+        again where it is in the way in another form of the function."""
         flat, partitioner, needs = self._flat, self._partitioner, self._needs
-        budget, device = self._setting.budget, self._setting.device
+        budget, device, left = self._setting.budget, self._setting.device, self._left
+        smallest = lambda: _finest(flat, partitioner, self._arguments)
+        if needs is not None:
+            needs.refuse(flat, partitioner, budget, left, smallest)
         arena, at_start = self._setting.arena, bytes_at_start(flat, self._arguments)
         # Whatever its tasks need.
         surely = at_start > arena or (needs is not None and _joins_too_much(flat, left))
         if partitioner.least_bytes() <= left and not surely:
             return
-        finest = _finest(flat, partitioner, self._arguments)
+        finest = smallest()
         bare, _ = build(flat, finest, self._arguments)
         if smallest_budget(bare) <= arena:
             return

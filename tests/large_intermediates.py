@@ -833,6 +833,36 @@ def boxes_that_are_left(boxes: Any) -> Any:
     return jnp.where(left[:, None], boxes, 0)
 
 
+@case((long(200), long(200)))
+def next_stops_of_shortest_paths(lengths: Any) -> Any:
+    """Floyd and Warshall's: each iteration changes all pairs, by a row and a column."""
+    n = len(lengths)
+    lengths = jnp.where(jnp.eye(n, dtype=bool), 0, jnp.abs(lengths))
+    stops = jnp.broadcast_to(jnp.arange(n), (n, n))
+
+    def step(k: Any, carried: Any) -> Any:
+        lengths, stops = carried
+        via = lengths[:, k, None] + lengths[k]
+        better = via < lengths
+        stops = jnp.where(better, stops[:, k, None], stops)
+        return jnp.where(better, via, lengths), stops
+
+    return jax.lax.fori_loop(0, n, step, (lengths, stops))
+
+
+@case((long(400), long(200)))
+def columns_made_orthogonal(a: Any) -> Any:
+    """Gram and Schmidt's, one column after the other."""
+
+    def step(k: Any, q: Any) -> Any:
+        column = q[:, k] / jnp.linalg.norm(q[:, k])
+        q = q.at[:, k].set(column)
+        along = jnp.where(jnp.arange(q.shape[1]) > k, column @ q, 0)
+        return q - jnp.outer(column, along)
+
+    return jax.lax.fori_loop(0, a.shape[1], step, a)
+
+
 # -- the page --------------------------------------------------------------------------
 
 # Why some are refused where they are.

@@ -402,6 +402,12 @@ def test_tiles_come_where_what_fits_waits_or_nothing_does():
     assert order(10, 250, fits_at=1, waits=True) == "aag"
 
 
+def test_many_tiles_come_once_as_much_was_tried_otherwise():
+    assert order(*[4] * 8) == "aaaaagaaag"
+    assert order(*[1] * 14) == "aaaaaaaaaaaagaag"
+    assert order(*[1] * 8, fits_at=5) == "aaaaaaaa"
+
+
 # -- in a budget -----------------------------------------------------------------------
 
 

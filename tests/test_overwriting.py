@@ -86,6 +86,12 @@ def test_an_update_is_written_over_what_it_updates():
             (array(),),
             ["result 0 over a"],
         ),
+        # All that a loop carries, whatever it is made of there.
+        (
+            lambda a, b: lax.fori_loop(0, 5, lambda i, s: (s[1] * 2, s[0] + s[1]), (a, b)),
+            (array(), array()),
+            ["result 0 over a", "result 1 over b"],
+        ),
         # Only what is as large, of the same dtype, and not small.
         (lambda a, b: a + b[0], (array(), array()), ["result 0 over a"]),
         (lambda a: a.astype(jnp.bfloat16), (array(),), []),

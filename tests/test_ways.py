@@ -329,6 +329,18 @@ def lengths(found: Any) -> list[int]:
     return [len(made.flat.equations) for made in found.found]
 
 
+def in_tiles(count: int) -> list[Ways]:
+    return [dataclasses.replace(each, in_grids=True) for each in ways_of(count)]
+
+
+@pytest.mark.parametrize(("tasks", "found"), [(200, [80]), (400, [80, 20, 4])])
+def test_many_tiles_are_compared_with_fewer_parts(tasks: int, found: list[int]):
+    task = types.SimpleNamespace(seconds=1.0, bytes_accessed=0, inputs=(), outputs=())
+    some = compared(MUCH, tasks=[task] * tasks)
+    some.look(iter([*in_tiles(80), *ways_of(21, 20, 4, 60)]))
+    assert lengths(some) == found
+
+
 def test_what_has_many_more_equations_is_not_made():
     some = compared(MUCH)
     some.look(iter(ways_of(10, 21, 20, 4, 9, 8)))
@@ -765,6 +777,25 @@ def test_a_few_rows_of_scores_at_a_time_are_not_all_that_is_looked_at(
         assert_same(f(*jturnip.host((q, k, v))), jax.jit(attention)(q, k, v), ulps=64)
         seconds.append(f.lower(*jturnip.host((q, k, v))).plan.predicted_seconds)
     assert seconds[0] < seconds[1] / 2
+
+
+@pytest.mark.long
+def test_a_task_for_each_head_is_found_before_a_thousand_tiles():
+    """Two ways in which the whole just does not fit, in blocks, came before."""
+
+    def attention(q: Any, k: Any, v: Any) -> Any:
+        q = q.reshape(2, 4, *q.shape[1:])
+        scores = jnp.einsum("ghqd,gkd->ghqk", q, k)
+        return jnp.einsum("ghqk,gkd->ghqd", jax.nn.softmax(scores), v)
+
+    random = np.random.default_rng(0)
+    q, k, v = (
+        random.normal(size=(heads, 1024, 16)).astype(np.float32) / 4 for heads in (8, 2, 2)
+    )
+    f = jturnip.jit(attention, (2 * q.nbytes + k.nbytes + v.nbytes) // 2)
+    # Sums of 1024 numbers in another order.
+    assert_same(f(*jturnip.host((q, k, v))), jax.jit(attention)(q, k, v), ulps=64)
+    assert len(f.lower(*jturnip.host((q, k, v))).plan.taskgraph.tasks) < 50
 
 
 @pytest.mark.long

@@ -92,6 +92,10 @@ _CHEAPER = 32
 # more tasks than so many, if it has fewer.
 _DO_NOT_FIT = 4
 _MANY_TASKS = 200
+# One of many equations is tried after up to so many ways: once these had so large a share
+# of as many.
+_DO_NOT_FIT_EITHER = 12
+_OF_A_GRID = 1 / 16
 _TASKS = WRITTEN.union("dynamic_slice concatenate copy".split())
 # What takes this share of the budget is not read whole beside a part of itself.
 _WHOLE = 1 / 2
@@ -268,14 +272,18 @@ def _with_grids(
     """Ways along one axis after the other; and one in tiles along all of them: before one
     of many and more tasks, after the first that fits, if that waits for what it moves, or
     after some that do not fit. More of these at last, if there must be."""
-    grid, is_asked = None, False
+    grid, is_asked, tried = None, False, 0
     for number, each in enumerate(others):
-        tasks, is_late = _tasks(each), number == _DO_NOT_FIT
+        tasks, is_late = _tasks(each), number >= _DO_NOT_FIT
         if not is_asked and (is_late or tasks > _MANY_TASKS):
             grid, is_asked = next(grids, None), True
-        if grid is not None and (is_late or _tasks(grid) < tasks):
-            yield grid
-            grid = None
+        if grid is not None:
+            is_much = tried >= _OF_A_GRID * _equations(grid)
+            is_late &= is_much or number >= _DO_NOT_FIT_EITHER
+            if is_late or _tasks(grid) < tasks:
+                yield grid
+                grid = None
+        tried += _equations(each)
         yield each
         if sofar.fits:
             break
@@ -293,6 +301,11 @@ def _tasks(ways: Ways) -> int:
     and of what copies parts of values."""
     of = lambda cut: sum(e.name in _TASKS for e in cut.equations)
     return min(map(of, ways.cut), default=0)
+
+
+def _equations(ways: Ways) -> int:
+    """How many equations a function has at least, if it is cut so."""
+    return min((len(cut.equations) for cut in ways.cut), default=0)
 
 
 def _ways_in_grids(

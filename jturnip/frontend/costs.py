@@ -70,6 +70,12 @@ ELEMENTWISE = frozenset(
     " sinh sqrt square sub tan tanh xor".split()
 )
 
+# The first operand is changed in a few places.
+UPDATES = frozenset(
+    "dynamic_update_slice scatter scatter-add scatter_add scatter-mul scatter_mul"
+    " scatter-min scatter_min scatter-max scatter_max".split()
+)
+
 # The same bytes in the same order under another shape.
 RENAMING = frozenset("reshape squeeze expand_dims".split())
 # What only takes from an array or gives it another shape is no work: what reads that does

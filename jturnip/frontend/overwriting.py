@@ -10,9 +10,9 @@ import collections
 import dataclasses
 from collections.abc import Collection, Iterator, Sequence
 
-from jturnip.frontend.costs import ELEMENTWISE, RENAMING
+from jturnip.frontend.costs import ELEMENTWISE, RENAMING, UPDATES
 from jturnip.frontend.factors import OVER_PANELS, of_panel
-from jturnip.frontend.loops import scan_counts
+from jturnip.frontend.loops import LOOPS, scan_counts
 from jturnip.frontend.partition import SMALL, Group
 from jturnip.frontend.values import (
     Constant,
@@ -24,11 +24,6 @@ from jturnip.frontend.values import (
 )
 
 
-# The first operand is changed in a few places.
-_UPDATES = frozenset(
-    "dynamic_update_slice scatter scatter-add scatter_add scatter-mul scatter_mul"
-    " scatter-min scatter_min scatter-max scatter_max".split()
-)
 # So many values are followed from an operand.
 _FAR = 64
 
@@ -119,12 +114,16 @@ class _Reader:
         return distance
 
     def is_read_beside(self, v: int, out: int) -> bool:
-        """Whether other results are made of an operand, but not of the result over it."""
+        """Whether other results are made of an operand, but not of the result over it. What
+        else a loop gives does not count: it has a place for all that it carries."""
         reached = {v}
         agenda = [v]
         while agenda:
             for i in self._readers.get(agenda.pop(), ()):
-                for written in self._flat.equations[i].outputs:
+                e = self._flat.equations[i]
+                if e.name in LOOPS and out in e.outputs:
+                    continue
+                for written in e.outputs:
                     if written not in reached and written != out:
                         reached.add(written)
                         agenda.append(written)
@@ -142,7 +141,7 @@ def _in_place(flat: FlatJaxpr, e: Equation) -> Iterator[tuple[int, int]]:
         if e.name in ELEMENTWISE:
             types = flat.operand_types(e)
             read = [pair for pair, t in zip(read, types, strict=True) if t.shape == size]
-    elif e.name in _UPDATES:
+    elif e.name in UPDATES:
         read = [(e.inputs[0], e.outputs[0])]
     elif of_panel(e) in OVER_PANELS:
         read = [(e.inputs[1], e.outputs[0])]

@@ -100,6 +100,11 @@ _HARDLY_WAITS = 1.35
 # equations took long to plan, and were not faster.
 _LONG_IN_BLOCKS = 0.05
 _TIMES_THIN = 32
+# Where tiles along all dimensions are more tasks than so many, ways with one over so many
+# of their equations are compared, though nothing waits: attention over 1,358 tasks took
+# seven times as long as over 32, which were not looked at.
+_MANY_TILES = 200
+_TIMES_FEWER = 4
 # So many ways are looked at for one in which nothing moves twice.
 _FIRST_WAYS = 8
 
@@ -338,11 +343,18 @@ class _Compared:
     gains: bool = False
     # Whether all that was found is in blocks of few positions, and takes long.
     thin: bool = False
+    # What was found first, if it is in many tiles along all dimensions, and takes long.
+    tiles: Straight | None = None
 
     @property
     def best(self) -> Straight:
         """The fastest of what was found."""
         return _fastest(self.found)
+
+    @property
+    def only_in_tiles(self) -> bool:
+        """Whether nothing was found but what is in many tiles."""
+        return self.tiles is not None and len(self.found) == 1
 
     def look(self, ways: Iterator[Ways], most: float = 0.0) -> None:
         """Makes some of these until one moves little, or takes no more than so many
@@ -362,11 +374,13 @@ class _Compared:
             looked += fit
             if together.cut:
                 self.fit.append(together)
-            tasks = sum(len(made.split.graph.tasks) for made in new)
+            others = (made for made in new if made is not self.tiles)
+            tasks = sum(len(made.split.graph.tasks) for made in others)
             enough = self.any_plan or looked >= _SOME_WAYS or tasks > _SOME_TASKS
             # What is kept is waited for, or it is best not made anew; and what is in tiles
             # along all dimensions is waited for, or no other way is better.
-            is_good = together.keeps or (together.in_grids and len(new) > before)
+            in_grids = together.in_grids and len(new) > before
+            is_good = together.keeps or (in_grids and not self.only_in_tiles)
             enough |= is_good and bool(new) and not waits(_fastest(new))
             if enough or any(
                 made.plan.predicted_seconds <= most
@@ -422,19 +436,23 @@ class _Compared:
             except TooManyTasks:
                 count += 1
             else:
-                self._take(made, together.thin)
+                self._take(made, together)
                 count += 1
         if times and not count:
             self.sofar.times = min(times)
         return count
 
-    def _take(self, made: Straight, thin: bool) -> None:
+    def _take(self, made: Straight, ways: Ways) -> None:
         long = made.plan.predicted_seconds > _LONG_IN_BLOCKS
-        self.thin = thin and long and (self.thin or not self.found)
+        many = ways.in_grids and len(made.split.graph.tasks) > _MANY_TILES
+        first = not self.found
+        self.thin = ways.thin and long and (first or self.thin or self.only_in_tiles)
+        self.tiles = made if first and many and long else self.tiles
         self.found.append(made)
         self.new.append(made)
         self.sofar.fits, self.sofar.waits = True, waits(self.best)
         times = _TIMES_THIN if self.thin else _TIMES_FEWEST
+        times = 1 / _TIMES_FEWER if self.only_in_tiles else times
         most = times * len(made.flat.equations)
         self.sofar.most_equations = min(most, self.sofar.most_equations)
 
@@ -446,7 +464,7 @@ class _Compared:
             known = [len(made.flat.equations) for made in self.found]
             return 0 if len(cut.equations) in known else math.inf
         best = self.best
-        if self.thin or _has_much_to_gain(best):
+        if self.thin or self.only_in_tiles or _has_much_to_gain(best):
             return math.inf
         if len(cut.equations) == len(best.flat.equations):
             return 0

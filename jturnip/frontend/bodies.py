@@ -49,8 +49,7 @@ def with_bodies_in_blocks(
     flat: FlatJaxpr, arena: int, large: Large, seen: Seen
 ) -> Iterator[FlatJaxpr]:
     """The function with the bodies of its loops and branches in blocks, in some ways that
-    are worth trying: first one that changes what is carried where it is, and has none, then
-    those with the fewest blocks.
+    are worth trying: those with the fewest blocks first.
 
     Args:
       flat: a function of which something does not fit.
@@ -59,12 +58,21 @@ def with_bodies_in_blocks(
       seen: what is known of the function; grows.
     """
     search, found = Search(seen.rules), set[Any]()
-    for each in (None, *_TRIES):
+    for each in _TRIES:
         bodies = _Bodies(each, large, seen, search)
         cut, how = bodies.changed(flat, arena)
         if how and how not in found:
             found.add(how)
             yield cut
+
+
+def with_carried_in_place(
+    flat: FlatJaxpr, arena: int, large: Large, seen: Seen
+) -> FlatJaxpr | None:
+    """The function with loops that change what they carry where it is; None where none can,
+    or all do anyway. Of the arguments of `with_bodies_in_blocks`."""
+    changed, how = _Bodies(None, large, seen, Search(seen.rules)).changed(flat, arena)
+    return changed if how else None
 
 
 # The body of a loop, among what is done inside it; and from what share of what there is on

@@ -15,10 +15,10 @@ from jturnip.programs.records import Program, Straight, expected_seconds
 from jturnip.programs.setting import Function, How, Setting
 from jturnip.programs.tries import (
     OF_STENCILS,
-    bodies_in_blocks,
     first_that_fits,
     large_for_cutting,
     tries_of,
+    with_other_bodies,
 )
 from jturnip.programs.ways import (
     moves_little,
@@ -148,8 +148,8 @@ def _fits_whole(function: Function, setting: Setting, to_host: frozenset[int]) -
     setting = setting.otherwise(effort=Effort(), trials=None, any_plan=True)
     seen = setting.seen()
     flat = function.flat(seen)
-    in_blocks, _ = bodies_in_blocks(flat, setting, seen)
-    for cut in itertools.chain((flat,), in_blocks):
+    others = (other.flat for other in with_other_bodies(flat, setting, seen))
+    for cut in itertools.chain((flat,), others):
         with contextlib.suppress(PlanningError):
             straight(cut, setting, to_host)
             return True

@@ -3,7 +3,6 @@ more and more of it taken apart, with its loops in blocks or driven, and cut alo
 
 import contextlib
 import dataclasses
-import itertools
 import sys
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,8 @@ from typing import Any, TypeAlias
 from jturnip.errors import DoesNotFit, PlanningError
 from jturnip.frontend import costs
 from jturnip.frontend.blocks import has_loops_with_axes, large_for
-from jturnip.frontend.bodies import with_bodies_in_blocks
+from jturnip.frontend.bodies import with_bodies_in_blocks, with_carried_in_place
+from jturnip.frontend.effort import Effort
 from jturnip.frontend.inline import argument_avals
 from jturnip.frontend.loops import (
     LOOPS,
@@ -51,6 +51,9 @@ from jturnip.runtime.schedule import Link
 # parts about: each takes seconds.
 _MOST_LOOPS = 4
 _MOST_PARTS = 16
+# How to cut what is around loops that change what they carry where it is is looked for with
+# this share of the usual patience: such loops can be driven as well.
+_LITTLE_PATIENCE = 1 / 100
 # What is to be cut has no Fourier transform over several dimensions at once, or of a row,
 # that gives more than one over so many of the budget.
 _OF_ONE_FFT = 4
@@ -140,14 +143,13 @@ def tries_of(function: Function, setting: Setting, make_program: Make) -> Iterat
     seen = setting.seen(**large_for_cutting(setting))
     flat = function.flat(seen)
     loops_stay = takes_apart = how.streams and not how.finest
-    in_blocks, read_bytes = iter(()), None
-    if loops_stay:
-        in_blocks, read_bytes = bodies_in_blocks(flat, setting, seen)
+    others = with_other_bodies(flat, setting, seen) if loops_stay else iter(())
     if how.axes and loops_stay:
         if has_loops_with_axes(flat, arena):
             yield Try(partial(in_fastest_way, flat, setting))
-        for cut in in_blocks:
-            yield Try(partial(in_fastest_way, cut, setting), read_bytes)
+        for other in others:
+            find = _in_a_way if other.in_place else in_fastest_way
+            yield Try(partial(find, other.flat, setting), other.read_bytes)
     avals = argument_avals(function.closed, function.condition)
 
     # What is between loops is cut along axes, which may be others than the rows.
@@ -171,7 +173,8 @@ def tries_of(function: Function, setting: Setting, make_program: Make) -> Iterat
             if loops_stay and _takes_loops_apart(tried, flat, hosted, arena):
                 loops_stay = False  # it is the same for every attempt
                 in_one = (
-                    Try(partial(straight, cut, setting), read_bytes) for cut in in_blocks
+                    Try(partial(straight, other.flat, setting), other.read_bytes)
+                    for other in others
                 )
                 yield from _with_whole_loops(flat, tried, in_one, seen, setting)
         else:  # what was cut along rows is to be cut along any axis instead
@@ -274,19 +277,41 @@ def _left_out(budget: Budget, to_host: frozenset[int]) -> None:
     raise DoesNotFit("", needed_bytes=sys.maxsize, gpu_bytes=budget.gpu_bytes)
 
 
-def bodies_in_blocks(
+def _in_a_way(flat: FlatJaxpr, setting: Setting, to_host: frozenset[int]) -> Straight:
+    """One plan for all tasks, as of `in_fastest_way`, if not much must be looked at."""
+    effort = Effort(patience=_LITTLE_PATIENCE)
+    try:
+        return in_fastest_way(flat, setting.otherwise(effort=effort), to_host)
+    finally:
+        setting.how.effort.looked_at(effort.equations)
+
+
+@dataclass(frozen=True, slots=True)
+class OtherBodies:
+    """A function whose loops stay whole, and do otherwise what they do."""
+
+    flat: FlatJaxpr
+    # Bytes that they read where what is sunk into them is not made anew.
+    read_bytes: int | None = None
+    # Whether they change what they carry where it is; else they are in blocks.
+    in_place: bool = False
+
+
+def with_other_bodies(
     flat: FlatJaxpr, setting: Setting, seen: Seen
-) -> tuple[Iterator[FlatJaxpr], int | None]:
-    """A function with the bodies of its loops in blocks, in some ways; and how many bytes
-    they read where what is sunk into them is not made anew."""
+) -> Iterator[OtherBodies]:
+    """A function with other bodies in its loops, which may fit: in some ways."""
     large = large_for(setting.arena, setting.rates, setting.seconds_per_byte)
+    in_place = with_carried_in_place(flat, setting.arena, large, seen)
+    if in_place is not None:
+        yield OtherBodies(in_place, in_place=True)
     staying = places.where(flat, setting.arguments).staying
     by_rows = made_by_rows(flat, setting.arena, large, staying, seen.rules)
     inside = sunk(by_rows, large)
-    in_blocks = with_bodies_in_blocks(inside.flat, setting.arena, large, seen)
     if by_rows is not flat:
-        in_blocks = itertools.chain((inside.flat,), in_blocks)
-    return in_blocks, inside.read_bytes
+        yield OtherBodies(inside.flat, inside.read_bytes)
+    for cut in with_bodies_in_blocks(inside.flat, setting.arena, large, seen):
+        yield OtherBodies(cut, inside.read_bytes)
 
 
 def large_for_cutting(setting: Setting) -> dict[str, float]:

@@ -226,8 +226,28 @@ def xla_finds_the_order() -> bool:
     return figures.temp_size_in_bytes < carried[0].nbytes
 
 
-@pytest.mark.parametrize("name", ["paths", "orthogonal", "rotation", "balanced"])
-def test_what_is_carried_takes_its_place_once(name: str):
+def counted(count: int, step: Callable[..., Any], first: Any) -> Any:
+    return lax.fori_loop(0, count, step, first)
+
+
+def while_less(count: int, step: Callable[..., Any], first: Any) -> Any:
+    """The same in a loop that says nothing of how often it runs."""
+    go_on = lambda s: (s[0] < count) & (s[0] >= 0)
+    next_of = lambda s: (s[0] + 1, step(s[0], s[1]))
+    return lax.while_loop(go_on, next_of, (jnp.int32(0), first))[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "loop"),
+    [
+        ("paths", counted),
+        ("paths", while_less),
+        ("orthogonal", counted),
+        ("rotation", counted),
+        ("balanced", counted),
+    ],
+)
+def test_what_is_carried_takes_its_place_once(name: str, loop: Callable[..., Any]):
     """In a half of the peak, driven, all of it was moved in each iteration or copied."""
     if not xla_finds_the_order():
         pytest.skip("XLA copies whatever the order")
@@ -237,7 +257,7 @@ def test_what_is_carried_takes_its_place_once(name: str):
         large[0] = np.abs(numbers(*large[0].shape))
 
     def fn(*s: Any) -> Any:
-        return lax.fori_loop(0, 24, lambda k, s: tuple(body(k, *s)), s)
+        return loop(24, lambda k, s: tuple(body(k, *s)), s)
 
     peak = unconstrained_peak(fn, *large)
     budget = max(peak // 2, int(1.1 * sum(x.nbytes for x in large)))

@@ -18,8 +18,9 @@
 
 What still does not fit is cut along any axis by `blocks.cut_along_axes`, another pass of
 the same kind, in tiles first where windows slide over it (`tiling.in_tiles`), and loops
-whose arguments fit get bodies in blocks by `bodies.with_bodies_in_blocks`. Then
-`partition.py` orders equations and draws them together into tasks.
+whose arguments fit get other bodies (`bodies.py`): in blocks, or such that change what they
+carry where it is (`in_place.py`). Then `partition.py` orders equations and draws them
+together into tasks.
 """
 
 from typing import Any

@@ -372,7 +372,9 @@ def test_many_layers_need_no_more_executables_than_few(
 
 
 def test_a_second_function_of_the_same_layers_compiles_nothing(quick_compilation: None):
-    first = jturnip.jit(tower, TIGHT).lower(X, layers(8)).compile().compile_report
+    # Executables are kept as long as something has them.
+    compiled = jturnip.jit(tower, TIGHT).lower(X, layers(8)).compile()
+    first = compiled.compile_report
     assert first.compiled + first.reused == first.distinct
     fn = jturnip.jit(lambda x, weights: tower(x, weights), TIGHT)
     again = fn.lower(X, layers(8)).compile().compile_report

@@ -96,8 +96,9 @@ class _Body:
             and before not in flat.result_values
         }
         body = cls(flat, large, writer, readers)
-        chains = [body._chain(before, after) for after, before in large.items()]
-        return cls(flat, {b: a for c in chains for a, b in pairwise(c)}, writer, readers)
+        chains = (body._chain(before, after) for after, before in large.items())
+        steps = {b: a for chain in chains for a, b in pairwise(chain)}
+        return dataclasses.replace(body, large=steps)
 
     def _chain(self, before: int, after: int) -> list[int]:
         """What a carried value becomes one after the other. It is changed in a few places

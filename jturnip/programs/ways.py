@@ -102,7 +102,7 @@ _LONG_IN_BLOCKS = 0.05
 _TIMES_THIN = 32
 # Where tiles along all dimensions are more tasks than so many, ways with one over so many
 # of their equations are compared, though nothing waits: attention over 1,358 tasks took
-# seven times as long as over 32, which were not looked at.
+# seven times as long as over 8, which were not looked at.
 _MANY_TILES = 200
 _TIMES_FEWER = 4
 # So many ways are looked at for one in which nothing moves twice.
